@@ -60,6 +60,7 @@ from te_dynamo.quantized.tensor_proto import (
 from te_dynamo.weights.checkpoint.load import (
     load_checkpoint as load_checkpoint,
     load_quantized as load_quantized,
+    register_in_transformers as register_in_transformers,
 )
 from te_dynamo.weights.checkpoint.save import save_checkpoint as save_checkpoint
 from te_dynamo.weights.freeze import (

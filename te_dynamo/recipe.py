@@ -128,6 +128,7 @@ class Float8CurrentScaling(_OneQuantizer):
     amax_epsilon: lower bound of amax before the scale is computed.
     one_pass: read a tensor once: guess its scale, cast with it while its amax is found, and cast again where the guess was wrong. The bits
         of power_of_two_scales=True, which it needs. Off, as its time has not been measured.
+    static_inputs: where a weight's file has a scale of its input, that one is taken in place of the present amax's. For inference.
     """
 
     name: ClassVar[str] = "float8_current_scaling"
@@ -139,6 +140,7 @@ class Float8CurrentScaling(_OneQuantizer):
     power_of_two_scales: bool = _one_of(False, True)
     amax_epsilon: float = 0.0
     one_pass: bool = _one_of(False, True)
+    static_inputs: bool = _one_of(False, True)
 
     def _quantizer(self, fp8_format: str) -> Quantizer:
         return Float8CurrentScalingQuantizer(

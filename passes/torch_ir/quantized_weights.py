@@ -37,7 +37,10 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     held = quantized_of(stored)
     if held is None or not reads_through(node, *casts):
         return
-    config = dataclasses.replace(config, weight_quantizer=held.quantizer)  # type: ignore[type-var]
+    quantizer = held.quantizer
+    if getattr(quantizer, "input_amax", 0.0):  # the matcher has read it
+        quantizer = dataclasses.replace(quantizer, input_amax=0.0)  # type: ignore[call-arg]
+    config = dataclasses.replace(config, weight_quantizer=quantizer)  # type: ignore[type-var]
     with graph.inserting_before(node):
         buffers = [emit(graph, getattr, (stored, f"_{name}"), node) for name in held.named_buffers()]
         new = emit(graph, _te.linear_with_workspace.default, (x, weight, bias, config, buffers), node)

@@ -29,6 +29,7 @@ from te_dynamo.dialect.define import expand_in_compiler, te_op
 from te_dynamo.dialect.fakes import of_proto
 from te_dynamo.dialect.gemm import add_bias, bias_grad
 from te_dynamo.dialect.multiply import Operand, multiply
+from te_dynamo.dialect.quantize import quantize_with_amax
 from te_dynamo.errors import InputError
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.quantized.quantize import quantize_tensor
@@ -47,6 +48,7 @@ class LinearConfig(metaclass=OpaqueMeta):
         never by a live tensor's flag, so that they agree on how many tensors there are.
     weight_transposed: the weight is [K, N].
     wgrad_in_high_precision: wgrad multiplies dy and x as they are, though dgrad's operands are quantized.
+    input_amax: the amax for which x is scaled, 0 for its own.
 
     Raises QuantizationError for quantizers whose tensors no GEMM multiplies.
     """
@@ -61,6 +63,7 @@ class LinearConfig(metaclass=OpaqueMeta):
     wgrad_fast_accum: bool
     weight_transposed: bool = False
     wgrad_in_high_precision: bool = False
+    input_amax: float = 0.0
 
     transposed_shape: ClassVar[str] = "[K, N]"
 
@@ -76,6 +79,7 @@ class LinearConfig(metaclass=OpaqueMeta):
         weight_requires_grad: bool,
         weight_transposed: bool = False,
         device: Optional[torch.device] = None,
+        input_amax: float = 0.0,
     ) -> "LinearConfig":
         """The configuration that `recipe` gives a linear.
 
@@ -100,6 +104,7 @@ class LinearConfig(metaclass=OpaqueMeta):
             wgrad_fast_accum=wgrad,
             weight_transposed=weight_transposed,
             wgrad_in_high_precision=quantized and not wgrad_quantized,
+            input_amax=input_amax,
         )
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
@@ -118,7 +123,8 @@ class LinearConfig(metaclass=OpaqueMeta):
     def describe(self) -> str:
         """One short word for graphs: "x e4m3[row+column], w e4m3[row], dy e5m2[row+column]"."""
         quantizers = (self.input_quantizer, self.weight_quantizer, self.grad_output_quantizer)
-        named = zip(("x", "w", "dy"), quantizers, strict=True)
+        x = f"x of amax {self.input_amax:g}" if self.input_amax else "x"
+        named = zip((x, "w", "dy"), quantizers, strict=True)
         text = "linear(" + ", ".join(f"{name} {q.describe() if q else 'as it is'}" for name, q in named) + ")"
         text += ", wgrad as it is" if self.wgrad_in_high_precision else ""
         return text + (f" of {self.transposed_shape}" if self.weight_transposed else "")
@@ -178,7 +184,11 @@ def linear_forward(args: LinearFwdArgs) -> tuple[torch.Tensor, list[torch.Tensor
 
 def quantize_operands(args: LinearFwdArgs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(buffers of x, buffers of the weight)."""
-    x_buffers = quantize_tensor(args.x.contiguous(), args.config.input_quantizer)
+    x, amax = args.x.contiguous(), args.config.input_amax
+    if amax:
+        x_buffers = quantize_with_amax(x, args.config.input_quantizer, x.new_full((1,), amax, dtype=torch.float32))
+    else:
+        x_buffers = quantize_tensor(x, args.config.input_quantizer)
     if args.weight_workspace:
         return x_buffers, list(args.weight_workspace)
     assert args.weight is not None

@@ -4,7 +4,7 @@ Each is a warning, once a model, and a note of `explain`'s:
 
     nothing in a recipe     no linear of the model is in one
     a rule without effect   no module path matches it
-    quantized already       linears of torchao, transformers, Transformer Engine and their like, which stay what they are
+    quantized already       linears of transformers, Transformer Engine and their like, which stay what they are
     a cache without effect  weight_cache="step" keeps nothing of a graph's weights
     nothing to gather       regather=True, and backward needs nothing that forward gathers in FP8
 
@@ -31,6 +31,7 @@ from te_dynamo.options import Options
 from te_dynamo.report import MatchRecord, Report
 from te_dynamo.rules.places import has_places, lists_of, taken
 from te_dynamo.user_code import paths_of
+from te_dynamo.weights.checkpoint.torchao import is_readable
 
 __all__ = ["advise", "unheard", "warn_if_emulated", "warn_if_left_for_cost"]
 
@@ -179,7 +180,8 @@ def _rules_without_effect(options: Options, paths: Sequence[str]) -> Iterator[st
 def _quantized_already(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
     found: dict[str, list[str]] = {}
     for path, module in modules:
-        classes = type(module), *(type(parameter) for parameter in module.parameters(recurse=False))
+        parameters = [each for each in module.parameters(recurse=False) if not is_readable(each)]
+        classes = type(module), *(type(parameter) for parameter in parameters)
         for cls in classes:
             package = next((p for p in _QUANTIZED_BY if f"{cls.__module__}.".startswith(f"{p}.")), "")
             if package and (isinstance(module, nn.Linear) or "Linear" in type(module).__name__):

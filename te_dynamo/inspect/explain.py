@@ -355,7 +355,7 @@ def _name_stored(target: Any, linears: Sequence[MatchRecord]) -> None:
     modules = dict(target.named_modules()) if isinstance(target, nn.Module) else {}
     for match in linears:
         stored = match.owner in modules and stored_of(modules[match.owner], match.parameter or "weight")
-        match.stored = stored.describe() if stored else ""
+        match.stored = stored.describe(match.recipe) if stored else match.stored
 
 
 def _linears(reports: Sequence[Report]) -> list[MatchRecord]:

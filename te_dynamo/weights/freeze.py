@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from te_dynamo.errors import KeptWeightError, UnsupportedError
 from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.weights.cache import dequantized, forget_weights, renew_weights
+from te_dynamo.weights.checkpoint.torchao import is_torchao
 from te_dynamo.weights.frozen import FROZEN, Frozen, drop, end_load, is_dropped, lend, restore, values_of
 
 
@@ -93,7 +94,9 @@ def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter
     """(owner, its name there, parameter, its path) of all that could be the weight of a linear."""
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            stored = isinstance(parameter, QuantizedTensor)  # it is what freezing would make of it
+            stored = isinstance(parameter, QuantizedTensor) or is_torchao(
+                parameter
+            )  # it is what freezing would make of it
             if parameter is not None and parameter.dim() >= 2 and parameter.is_floating_point() and not stored:
                 yield module, name, parameter, f"{prefix}.{name}".removeprefix(".")
 

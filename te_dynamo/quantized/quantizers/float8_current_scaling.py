@@ -22,9 +22,12 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
     power_of_two_scale: clear the scale's mantissa bits.
     amax_epsilon: amax is at least this.
     one_pass: a compiled graph guesses the scale and reads x once, where the guess holds. The same bits.
+    input_amax: of a weight from a file, the amax for which the file scales what it is multiplied with, 0 where it says none. Only a recipe
+        with static_inputs reads it.
     """
 
     one_pass: bool = False
+    input_amax: float = 0.0
 
     one_scale: ClassVar[bool] = True
     fused_producers = True
@@ -44,7 +47,13 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
 
     def _using(self, rowwise: bool, columnwise: bool) -> Float8CurrentScalingQuantizer:
         return Float8CurrentScalingQuantizer(
-            rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon, self.one_pass
+            rowwise,
+            columnwise,
+            self.fp8_format,
+            self.power_of_two_scale,
+            self.amax_epsilon,
+            self.one_pass,
+            self.input_amax,
         )
 
     def columns_are_rows(self) -> bool:

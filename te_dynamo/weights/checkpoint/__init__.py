@@ -6,5 +6,6 @@ form.py       what a library's files call these, and what its configuration says
 forms.py      the table of forms
 plan.py       every tensor of a file against every parameter of a model: all that can be wrong is found here
 load.py       `load_checkpoint`, `load_quantized`
+from_pretrained.py  the same by transformers (`register_in_transformers`)
 save.py       `save_checkpoint`
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,16 +45,16 @@ class _Place(NamedTuple):
 
 
 class Files(Mapping[str, Tensor]):
-    """The tensors of a folder, or of one file, by name: what is asked for is read then.
+    """The tensors of a folder, or of one file, by name: what is asked for is read then. shards: its files, where they are known.
 
     metas:    name -> a tensor on meta, of the header's dtype and shape.
     metadata: the headers' own words, as torchao writes them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, shards: Sequence[Path] = ()) -> None:
         self._places: dict[str, _Place] = {}
         self.metadata: dict[str, str] = {}
-        for file in _shards(path):
+        for file in shards or _shards(path):
             for name, place in _read_header(file, self.metadata):
                 if name in self._places:
                     raise CheckpointError(f"{name!r} is in {self._places[name].file.name} and in {file.name}")
@@ -68,7 +68,7 @@ class Files(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         file, begin, meta = self._places[name]
         storage = torch.UntypedStorage.from_file(str(file), False, begin + meta.nbytes)
-        whole = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (meta.nbytes,))  # type: ignore[call-overload]
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, begin, (meta.nbytes,))  # type: ignore[call-overload]
         return whole.clone().view(meta.dtype).reshape(meta.shape)  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[str]:

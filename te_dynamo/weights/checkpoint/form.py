@@ -24,7 +24,8 @@ class Stored:
     """One weight as a file has it.
 
     form, kind: names of tables: forms.py, and kinds.py. names, like: of each part its name and, on meta, its dtype and shape.
-    powers_of_two: how activations are scaled. kept: tensors that are written back as they are, by name.
+    powers_of_two: how activations are scaled. kept: tensors that are written back as they are, by name. transposed: the file has [.., N, K] where
+    the model has [.., K, N].
     """
 
     form: str
@@ -33,18 +34,24 @@ class Stored:
     like: Parts
     powers_of_two: bool = False
     kept: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    transposed: bool = False
 
-    def describe(self) -> str:
-        beside = set(self.kept) - set(self.names.values())
-        return f"{self.form} ({self.kind}{', static scales of activations not used' if beside else ''})"
+    def describe(self, recipe: str = "") -> str:
+        """recipe: of the linear, in its own words."""
+        used = " " if self.kind == "tensor" and "static_inputs=True" in recipe else " not "
+        return f"{self.form} ({self.kind}{f', static scales of activations{used}used' if self.beside() else ''})"
+
+    def beside(self) -> list[str]:
+        """The names of static scales of activations."""
+        return [name for name in self.kept if name not in self.names.values()]
 
     def read(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> QuantizedTensor:
         """The tensor over the parts' codes and scales."""
-        return KINDS[self.kind].read(parts, shape, dtype, self.powers_of_two)
+        return KINDS[self.kind].read(parts, shape, dtype, self.powers_of_two, self.transposed)
 
     def write(self, held: QuantizedTensor) -> Parts:
         """The parts of such a tensor."""
-        return KINDS[self.kind].write(held, self.like)
+        return KINDS[self.kind].write(held, self.like, self.transposed)
 
 
 class Form:
@@ -56,6 +63,7 @@ class Form:
     divides:     whether values are divided by the tensor's scale.
     says_all:    whether the configuration tells of every linear: one of another dtype is then an error.
     writes:      the kinds that it is written with. recipe: that of a plain weight where none is given.
+    transposes:  whether experts are [E, N, K] there and [E, K, N] in the models, where the sizes allow it.
     squeezed:    whether one scale is a scalar there, and a row's have the shape [N].
     """
 
@@ -66,6 +74,7 @@ class Form:
     says_all: ClassVar[bool] = False
     writes: ClassVar[tuple[str, ...]] = ()
     recipe: ClassVar[str] = "float8_current_scaling"
+    transposes: ClassVar[bool] = False
     squeezed: ClassVar[bool] = False
 
     def kind(self, config: Config, path: str, parameter: str, module: nn.Module) -> str:

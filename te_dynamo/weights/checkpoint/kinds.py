@@ -2,14 +2,15 @@
 
     kind      codes                     scale                                  held as
     tensor    e4m3 [.., N, K]           one, or one an expert                  Float8CurrentScaling, Float8Grouped
-    row       e4m3                      [.., N]                                Float8Rowwise
+    row       e4m3                      [.., N]                                Float8Rowwise, Float8GroupedRowwise
     block     e4m3                      [.., ceil(N/128), ceil(K/128)]         Float8Block, 128x128
     mxfp8     e4m3                      E8M0 [.., N, K/32]                     MXFP8
     mxfp4     e2m1 [.., N, K/2]         E8M0 [.., N, K/32]                     MXFP8, whose e4m3 has every value of e2m1
     nvfp4     e2m1 [.., N, K/2]         e4m3 [.., N, K/16], fp32 of the tensor NVFP4
 
 `read` and `write` are inverse to each other, bit for bit. Of two e2m1 values in a byte the even one is in the low nibble. A scale may have
-dimensions of one more, E8M0 the dtype uint8, and rows of codes may be split into blocks.
+dimensions of one more, E8M0 the dtype uint8, and rows of codes may be split into blocks. Transposed weights [.., K, N] are of MXFP8 alone, held by
+columns.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8GroupedQuantizer,
+    Float8GroupedRowwiseQuantizer,
     Float8RowwiseQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -32,13 +34,15 @@ from te_dynamo.quantized.quantizers import (
 )
 from te_dynamo.quantized.tensor import QuantizedTensor
 
+_ROLES = ("codes", "scale", "tensor_scale")
+
 Parts = dict[str, Tensor]
 """Role -> tensor: "codes", "scale" and "tensor_scale", the factor of NVFP4; on meta where only dtypes and shapes are told."""
 
 NVFP4_RANGE = 448 * 6
 """The amax of a tensor whose factor is 1."""
 
-_E2M1 = torch.tensor([0, 48, 56, 60, 64, 68, 72, 76], dtype=torch.uint8)
+_E2M1 = (0, 48, 56, 60, 64, 68, 72, 76)
 """The magnitudes of e2m1, 0 0.5 1 1.5 2 3 4 6, as e4m3."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,12 +59,12 @@ class Kind:
     held_as: type[Quantizer]
     packed: bool = False
 
-    def quantizer(self, dims: int, powers_of_two: bool) -> Quantizer:
-        """Of a weight with so many dimensions. powers_of_two: how activations beside it are scaled."""
-        cls = Float8GroupedQuantizer if self.name == "tensor" and dims > 2 else self.held_as
+    def quantizer(self, dims: int, powers_of_two: bool, transposed: bool = False) -> Quantizer:
+        """Of a weight with so many dimensions. powers_of_two: how activations beside it are scaled. transposed: its file has [.., N, K] of it."""
+        cls = self.held_as if dims == 2 else _OF_EXPERTS.get(self.name, self.held_as)
         fields = {"power_of_two_scale": powers_of_two, "block_dims": 1 + (self.block[0] > 1)}
         known = {field.name for field in dataclasses.fields(cls)}
-        return cls(columnwise=False, **{name: value for name, value in fields.items() if name in known})  # type: ignore[arg-type]
+        return cls(not transposed, transposed, **{name: value for name, value in fields.items() if name in known})  # type: ignore[arg-type]
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the scales of a weight of that shape, one where all values share it."""
@@ -119,37 +123,53 @@ class Kind:
                 f"{names['codes']!r}: experts of {shape[-2]} rows would share blocks of {self.block[0]}"
             )
 
-    def read(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype, powers_of_two: bool) -> QuantizedTensor:
-        """The tensor of values in `dtype` over the parts' codes and scales."""
-        quantizer = self.quantizer(len(shape), powers_of_two)
+    def read(
+        self,
+        parts: Parts,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        powers_of_two: bool,
+        transposed: bool = False,
+    ) -> QuantizedTensor:
+        """The tensor of values in `dtype` over the parts' codes and scales. transposed: the parts are those of its transpose."""
+        quantizer = self.quantizer(len(shape), powers_of_two, transposed)
         codes, scale = _rows(parts["codes"], shape), parts["scale"]
-        buffers = {
-            "data": _from_e2m1(codes) if self.name == "mxfp4" else codes,
-            "scale_inv": decoded(scale) if torch.float32 in self.scales else scale.view(torch.uint8),
-        }
+        buffers = [
+            _from_e2m1(codes) if self.name == "mxfp4" else codes,
+            decoded(scale) if torch.float32 in self.scales else scale.view(torch.uint8),
+        ]
+        if transposed:
+            buffers = [buffer.mT for buffer in buffers]
         if "tensor_scale" in parts:
-            buffers["amax"] = parts["tensor_scale"] * NVFP4_RANGE
-        described = quantizer._describe_buffers(shape)
+            buffers.append(parts["tensor_scale"] * NVFP4_RANGE)
+        described = quantizer._describe_buffers(shape).items()
         filled = {
-            name: _padded(buffer, described[name][0], self._lines(name, shape)) for name, buffer in buffers.items()
+            name: _padded(buffer, sizes, self._lines(role, shape, transposed))
+            for role, (name, (sizes, _)), buffer in zip(_ROLES, described, buffers, strict=False)
         }
         return QuantizedTensor(filled, shape, dtype, quantizer)
 
-    def write(self, stored: QuantizedTensor, like: Parts) -> Parts:
+    def write(self, stored: QuantizedTensor, like: Parts, transposed: bool = False) -> Parts:
         """The parts, with the dtypes and shapes of `like`."""
-        held, parts, shape = stored.with_usage(columnwise=False).named_buffers(), {}, tuple(stored.shape)
-        if self.name == "mxfp4":
-            held["data"] = _to_e2m1(held["data"])
-        if "amax" in held:
-            held["amax"] = held["amax"] / NVFP4_RANGE
-        for (name, buffer), role in zip(held.items(), ("codes", "scale", "tensor_scale"), strict=False):
-            lines, of = self._lines(name, shape), like[role]
+        parts, shape = {}, tuple(stored.shape)
+        for role, buffer in zip(_ROLES, stored.with_usage(not transposed, transposed).buffers(), strict=False):
+            lines, of = self._lines(role, shape, transposed), like[role]
+            if role == "tensor_scale":
+                buffer = buffer / NVFP4_RANGE
+            elif transposed:
+                columns = shape[-1]
+                buffer = buffer[:lines, :columns].reshape(*shape[:-2], -1, columns).mT.contiguous()
+            if role == "codes" and self.name == "mxfp4":
+                buffer = _to_e2m1(buffer)
             cut = buffer if buffer.numel() == of.numel() else buffer[:lines, : of.numel() // lines]
             parts[role] = _encoded(cut, of.dtype).reshape(of.shape)
         return parts
 
-    def _lines(self, name: str, shape: tuple[int, ...]) -> int:
-        return math.prod(shape[:-1] if name == "data" else self.scale_shape(shape)[:-1])
+    def _lines(self, role: str, shape: tuple[int, ...], transposed: bool) -> int:
+        """How many rows a buffer has without its padding."""
+        if role == "codes":
+            return math.prod(shape[:-1])
+        return math.prod(shape[:-1]) // self.block[1] if transposed else math.prod(self.scale_shape(shape)[:-1])
 
 
 KINDS = {
@@ -163,8 +183,9 @@ KINDS = {
         Kind("nvfp4", (1, 16), (torch.float8_e4m3fn,), NVFP4Quantizer, packed=True),
     )
 }
+_OF_EXPERTS: dict[str, type[Quantizer]] = {"tensor": Float8GroupedQuantizer, "row": Float8GroupedRowwiseQuantizer}
 _KIND_OF: dict[type[Quantizer], str] = {
-    Float8GroupedQuantizer: "tensor",
+    **{cls: kind for kind, cls in _OF_EXPERTS.items()},
     **{kind.held_as: kind.name for kind in KINDS.values()},
 }
 
@@ -224,14 +245,18 @@ def _padded(buffer: Tensor, shape: tuple[int, ...], lines: int) -> Tensor:
     return whole
 
 
+def _e2m1(like: Tensor) -> Tensor:
+    return torch.tensor(_E2M1, dtype=torch.uint8, device=like.device)
+
+
 def _from_e2m1(codes: Tensor) -> Tensor:
     """Packed e2m1 as e4m3."""
     codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
-    return (_E2M1.to(codes.device)[(codes & 7).int()] | (codes & 8) << 4).view(torch.float8_e4m3fn)
+    return (_e2m1(codes)[(codes & 7).int()] | (codes & 8) << 4).view(torch.float8_e4m3fn)
 
 
 def _to_e2m1(codes: Tensor) -> Tensor:
     """Its inverse."""
     bits = codes.view(torch.uint8)
-    nibbles = torch.searchsorted(_E2M1.to(codes.device), bits & 0x7F).to(torch.uint8) | (bits & 0x80) >> 4
+    nibbles = torch.searchsorted(_e2m1(codes), bits & 0x7F).to(torch.uint8) | (bits & 0x80) >> 4
     return nibbles[..., 0::2] | nibbles[..., 1::2] << 4

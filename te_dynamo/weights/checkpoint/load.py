@@ -1,8 +1,7 @@
-"""`load_checkpoint` and `load_quantized`: the codes and scales of a file become a model's weights, as they are."""
+"""`load_checkpoint`, `load_quantized` and `register_in_transformers`: the codes and scales of a file become a model's weights, as they are."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -11,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_dynamo.errors import CheckpointError
 from te_dynamo.weights.checkpoint.files import Files, progress
 from te_dynamo.weights.checkpoint.form import Stored
-from te_dynamo.weights.checkpoint.forms import read_config
-from te_dynamo.weights.checkpoint.plan import INITIALIZER, Place, Plan, not_in_files, plan
+from te_dynamo.weights.checkpoint.forms import form_named, read_config
+from te_dynamo.weights.checkpoint.modelopt import ModelOpt
+from te_dynamo.weights.checkpoint.plan import INITIALIZER, Place, Plan, device_for, fill_stored, not_in_files, plan
 from te_dynamo.weights.checkpoint.record import Record, note_record, note_stored
+from te_dynamo.weights.checkpoint.torchao import TorchAO
 
 
 def load_checkpoint(model: nn.Module, path: str | PathLike[str], dtype: torch.dtype | None = None) -> nn.Module:
@@ -26,8 +28,8 @@ def load_checkpoint(model: nn.Module, path: str | PathLike[str], dtype: torch.dt
 
     A quantized weight becomes a parameter that is a `QuantizedTensor` of the file's codes and scales: never dequantized, multiplied as it is, and
     without a gradient. `torch.compile(model, backend="te")` then takes its recipe from it, unless a rule chooses one. Scales of static
-    activations are not used: activations are scaled by what they are. One weight is in memory twice at a time; a model on meta gets its
-    tensors on torch's default device.
+    activations are used by `Float8CurrentScaling(static_inputs=True)` alone; else activations are scaled by what they are. One weight is in
+    memory twice at a time; a model on meta gets its tensors on torch's default device.
 
     Raises CheckpointError, which names the tensor, for a file that is cut short, is not known, or does not fit the model, and for scales that
     are missing, left over, zero or no numbers. The model is as it was then.
@@ -51,6 +53,22 @@ def load_quantized(
     return _fill(model, made, state_dict, Record({"config.json": {"quantization_config": config}}, config), dtype)
 
 
+def register_in_transformers(*methods: str) -> None:
+    """Has `from_pretrained` of transformers load folders with these quant_methods as `load_checkpoint` does, in this process.
+
+    methods: "fp8", "compressed-tensors" and "mxfp4" are taken from transformers' own loaders; without any "modelopt", for which it has none.
+
+    Raises CheckpointError for a method that is not known.
+    """
+    from te_dynamo.weights.checkpoint.from_pretrained import register
+
+    for method in methods or (ModelOpt.method,):
+        if not form_named(method).names or method == TorchAO.method:
+            raise CheckpointError(f"{method!r} has no configuration to read: transformers loads such models itself")
+    for method in methods or (ModelOpt.method,):
+        register(method)
+
+
 def _fill(
     model: nn.Module, made: Plan, tensors: Mapping[str, Tensor], record: Record, dtype: torch.dtype | None
 ) -> nn.Module:
@@ -59,7 +77,7 @@ def _fill(
         for place, what in bar.track(steps, description="loading"):
             wanted = dtype if dtype is not None and place.tensor.is_floating_point() else place.tensor.dtype
             if isinstance(what, Stored):
-                _fill_stored(place, what, made, tensors, wanted)
+                fill_stored(place, what, made.form, tensors, wanted)
             else:
                 record.dtypes[what] = tensors[what].dtype
                 _fill_plain(place, tensors[what].to(wanted))
@@ -72,24 +90,9 @@ def _fill(
     return model
 
 
-def _device(tensor: Tensor) -> torch.device:
-    return torch.get_default_device() if tensor.is_meta else tensor.device
-
-
-def _fill_stored(place: Place, stored: Stored, made: Plan, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    parts = {role: tensors[name].to(_device(place.tensor)) for role, name in stored.names.items()}
-    if "tensor_scale" in parts:
-        parts["tensor_scale"] = made.form.factor(parts["tensor_scale"])
-    held = stored.read(parts, tuple(place.tensor.shape), dtype)
-    ((module, name, _),) = place.owners
-    module._parameters[name] = nn.Parameter(held, requires_grad=False)
-    kept = {*stored.kept} | {stored.names[role] for role in ("tensor_scale",) if role in stored.names}
-    note_stored(module, name, dataclasses.replace(stored, kept={each: tensors[each] for each in kept}))
-
-
 def _fill_plain(place: Place, values: Tensor) -> None:
     """In place where there is memory, so that a parameter stays who it is."""
-    values = values.to(_device(place.tensor))
+    values = values.to(device_for(place))
     if not place.tensor.is_meta and type(place.tensor) in (Tensor, nn.Parameter):
         place.tensor.data = values
         return

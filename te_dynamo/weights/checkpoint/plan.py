@@ -14,6 +14,7 @@ from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.weights.checkpoint.form import Config, Form, Stored
 from te_dynamo.weights.checkpoint.forms import form_of
 from te_dynamo.weights.checkpoint.kinds import KINDS, check_scale
+from te_dynamo.weights.checkpoint.record import note_stored
 
 INITIALIZER = "_init_weights"
 """The method by which a model of transformers makes what a module has at first: it computes buffers of its configuration again."""
@@ -60,8 +61,11 @@ def places(model: nn.Module) -> Iterator[Place]:
     yield from found.values()
 
 
-def plan(model: nn.Module, config: Config, metas: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Plan:
-    """metas: the tensors on meta. tensors: the same, read when they are asked for. Raises CheckpointError for what does not fit."""
+def plan(
+    model: nn.Module, config: Config, metas: Mapping[str, Tensor], tensors: Mapping[str, Tensor], partial: bool = False
+) -> Plan:
+    """metas: the tensors on meta. tensors: the same, read when they are asked for. partial: the model may have more. Raises CheckpointError for
+    what does not fit."""
     form = form_of(config)
     made, missing = Plan(form, [], []), []
     for place in places(model):
@@ -81,7 +85,7 @@ def plan(model: nn.Module, config: Config, metas: Mapping[str, Tensor], tensors:
             made.stored.append((place, found[0]))
         else:
             made.plain += [(place, name) for name in found]  # type: ignore[misc]
-    _check_all_used(made, metas, missing)
+    _check_all_used(made, metas, [] if partial else missing)
     for path, module in not_in_files(model).items():
         if module._parameters or not hasattr(model, INITIALIZER):
             raise CheckpointError(
@@ -92,6 +96,8 @@ def plan(model: nn.Module, config: Config, metas: Mapping[str, Tensor], tensors:
         for role in set(stored.names) - {"codes"}:
             are_powers = check_scale(tensors[stored.names[role]], stored.names[role])
             powers |= {are_powers} if role == "scale" else set()
+        for name in stored.beside() if stored.kind == "tensor" else ():
+            check_scale(tensors[name], name)
     if powers == {True}:  # scale_fmt says so where a configuration has it
         made.stored = [(place, dataclasses.replace(stored, powers_of_two=True)) for place, stored in made.stored]
     return made
@@ -128,10 +134,13 @@ def _entry(
                 there = {
                     role: metas[of] for role, of in names.items() if of in metas and role in KINDS[kind].like(shape)
                 }
-                KINDS[kind].check(there, names, shape)
+                turned = (*shape[:-2], shape[-1], shape[-2])
+                transposed = form.transposes and list(there["scale"].shape) == list(KINDS[kind].scale_shape(turned))
+                KINDS[kind].check(there, names, turned if transposed else shape)
                 powers = there["scale"].dtype.itemsize == 1
-                kept = dict.fromkeys(of for of in form.names_beside(path, name) if of in metas)
-                return Stored(form.method, kind, {role: names[role] for role in there}, there, powers, kept)  # type: ignore[arg-type]
+                kept: Any = dict.fromkeys(of for of in form.names_beside(path, name) if of in metas)
+                spelt = {role: names[role] for role in there}
+                return Stored(form.method, kind, spelt, there, powers, kept, transposed)
         codes = next((names for names in ways if names["codes"] in metas and names["codes"] != full), None)
         if codes or (full in metas and metas[full].dtype.itemsize == 1 and place.tensor.is_floating_point()):
             scales = (
@@ -168,3 +177,24 @@ def _check_all_used(made: Plan, metas: Mapping[str, Tensor], missing: list[str])
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise CheckpointError(f"these are {what}: {', '.join(map(repr, names[:3]))}{more}")
+
+
+def device_for(place: Place) -> torch.device:
+    """Where the place's tensor is, or is made."""
+    return torch.get_default_device() if place.tensor.is_meta else place.tensor.device
+
+
+def fill_stored(place: Place, stored: Stored, form: Form, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Makes a place's parameter the QuantizedTensor of its parts, which `tensors` has by their names."""
+    parts = {role: tensors[name].to(device_for(place)) for role, name in stored.names.items()}
+    if "tensor_scale" in parts:
+        parts["tensor_scale"] = form.factor(parts["tensor_scale"])
+    held = stored.read(parts, tuple(place.tensor.shape), dtype)
+    if stored.kind == "tensor" and (beside := stored.beside()) and held.dim() == 2:
+        amax = tensors[beside[0]].float().item() * torch.finfo(torch.float8_e4m3fn).max
+        quantizer: Any = dataclasses.replace(held.quantizer, input_amax=amax)  # type: ignore[call-arg]
+        held = QuantizedTensor(held.named_buffers(), tuple(held.shape), dtype, quantizer)
+    ((module, name, _),) = place.owners
+    module._parameters[name] = nn.Parameter(held, requires_grad=False)
+    kept = {*stored.kept} | {stored.names[role] for role in ("tensor_scale",) if role in stored.names}
+    note_stored(module, name, dataclasses.replace(stored, kept={each: tensors[each] for each in kept}))

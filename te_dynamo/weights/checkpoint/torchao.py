@@ -1,6 +1,8 @@
 """quant_method "torchao": tensor subclasses, flattened; the files' own metadata has each one's class and fields.
 
 M._P_qdata  M._P_scale  M._P_per_tensor_scale     beside: M._P_act_per_tensor_scale
+
+In memory they are the same: `as_quantized`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from typing import Any
 from torch import nn
 
 from te_dynamo.errors import CheckpointError
+from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.weights.checkpoint.form import Config, Form, named_kind
+from te_dynamo.weights.checkpoint.kinds import KINDS, Parts
 
 
 class TorchAO(Form):
@@ -25,21 +29,58 @@ class TorchAO(Form):
         name, fields = described["_type"], described.get("_data", {})
         if name in ("Tensor", "Parameter"):
             return ""
-        if fields.get("is_swizzled_scales"):
-            raise CheckpointError(
-                f"{path}.{parameter}: its scales are swizzled, for one kind of GPU: save it with plain ones"
-            )
-        if name == "Float8Tensor":
-            block = tuple(fields["block_size"])
-            shape = tuple(getattr(module, parameter).shape)
-            known = {(128, 128): "block", (*(1 for _ in shape[1:]), shape[-1]): "row", shape: "tensor"}
-            return named_kind(f"block_size of {path}.{parameter}", block, known)
-        if name == "MXTensor":
-            element = fields["elem_dtype"]["_data"], fields["block_size"]
-            return named_kind(
-                "(elem_dtype, block_size)", element, {("float8_e4m3fn", 32): "mxfp8", ("float4_e2m1fn_x2", 32): "mxfp4"}
-            )
-        return named_kind("the tensor class", name, {"NVFP4Tensor": "nvfp4"})
+        if "elem_dtype" in fields:
+            fields = {**fields, "elem_dtype": fields["elem_dtype"]["_data"]}
+        return _kind(name, fields, tuple(getattr(module, parameter).shape), f"{path}.{parameter}")
+
+
+def _kind(cls: str, fields: Mapping[str, Any], shape: tuple[int, ...], name: str) -> str:
+    """That of a tensor of torchao's, by its class and fields."""
+    if fields.get("is_swizzled_scales"):
+        raise CheckpointError(f"{name}: its scales are swizzled, for one kind of GPU: save it with plain ones")
+    if cls == "Float8Tensor":
+        known = {(128, 128): "block", (*(1 for _ in shape[1:]), shape[-1]): "row", shape: "tensor"}
+        return named_kind(f"block_size of {name}", tuple(fields["block_size"]), known)
+    if cls == "MXTensor":
+        elements = {("float8_e4m3fn", 32): "mxfp8", ("float4_e2m1fn_x2", 32): "mxfp4"}
+        return named_kind("(elem_dtype, block_size)", (fields["elem_dtype"], fields["block_size"]), elements)
+    return named_kind("the tensor class", cls, {"NVFP4Tensor": "nvfp4"})
+
+
+def is_torchao(tensor: Any) -> bool:
+    """Whether it is of a tensor class of torchao."""
+    return f"{type(tensor).__module__}.".startswith("torchao.")
+
+
+def is_readable(tensor: Any) -> bool:
+    """Whether it is one that `as_quantized` takes."""
+    if not is_torchao(tensor):
+        return False
+    try:
+        return bool(live_kind(tensor))
+    except CheckpointError:
+        return False
+
+
+def live_kind(tensor: Any) -> str:
+    """The kind of a tensor of torchao's in memory. Raises CheckpointError for one that has no kind here."""
+    fields = {name: getattr(tensor, name, None) for name in ("block_size", "is_swizzled_scales")}
+    fields["elem_dtype"] = str(getattr(tensor, "elem_dtype", "")).removeprefix("torch.")
+    name, shape = type(tensor).__name__, tuple(tensor.shape)
+    kind = _kind(name, fields, shape, name)
+    parts = _parts(tensor)
+    KINDS[kind].check(parts, dict.fromkeys(parts, name), shape)
+    return kind
+
+
+def as_quantized(tensor: Any) -> QuantizedTensor:
+    """The tensor over the same codes and scales."""
+    return KINDS[live_kind(tensor)].read(_parts(tensor), tuple(tensor.shape), tensor.dtype, False)
+
+
+def _parts(tensor: Any) -> Parts:
+    held = {"codes": tensor.qdata, "scale": tensor.scale, "tensor_scale": getattr(tensor, "per_tensor_scale", None)}
+    return {role: part for role, part in held.items() if part is not None}
 
 
 def from_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -109,6 +109,16 @@ def mxfp4(n: int, k: int) -> Weight:
     return {"weight_packed": data, "weight_scale": scale}, values * spread(power(scale), 1, 32, n, k)
 
 
+def gpt_oss(experts: int, n: int, k: int, name: str = "gate_up_proj") -> Weight:
+    """(tensors of its experts, the values [E, N, K] that they mean)"""
+    bytes_ = torch.randint(256, (experts, n, k // 32, 16), dtype=torch.uint8)
+    scale = torch.randint(115, 125, (experts, n, k // 32), dtype=torch.uint8)
+    nibbles = torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
+    values = E2M1[(nibbles & 7).long()] * torch.where(nibbles > 7, -1, 1)
+    meant = (values * power(scale)[..., None]).reshape(experts, n, k).bfloat16()
+    return {f"{name}_blocks": bytes_, f"{name}_scales": scale}, meant
+
+
 def nvfp4(weight: str, tensor_scale: str, divides: bool) -> Callable[[int, int], Weight]:
     def make(n: int, k: int) -> Weight:
         (data, values), scale = packed(n, k), (torch.rand(n, k // 16) * 400).to(torch.float8_e4m3fn)

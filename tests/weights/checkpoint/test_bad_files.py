@@ -43,6 +43,8 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     "zero": ("fp8", first_is("mlp.2.weight_scale_inv", 0), "'mlp.2.weight_scale_inv': 1 of its 6 scales are zero, negative or no numbers"),
     "nan": ("ct row", first_is("mlp.0.weight_scale", float("nan")), f"'mlp.0.weight_scale': 1 of its {N} scales"),
     "nan of 8 bits": ("ct mxfp8", first_is("mlp.0.weight_scale", 255), "'mlp.0.weight_scale': 1 of its"),
+    "a static scale of zero": ("modelopt", first_is("mlp.0.input_scale", 0), "'mlp.0.input_scale': 1 of its 1 scales are zero"),
+    "a scale of the tensor that is no number": ("modelopt nvfp4", having(mlp__0__weight_scale_2=torch.tensor(float("inf"))), "'mlp.0.weight_scale_2': 1 of its 1"),
     "blocks": ("fp8", having(mlp__0__weight_scale_inv=torch.ones(2, 2)), r"'mlp.0.weight_scale_inv' is \[2, 2\], and block of a weight \[384, 256\] has \[3, 2\]"),
     "two scales": ("modelopt", having(mlp__0__weight_scale=torch.ones(2)), r"'mlp.0.weight_scale' is \[2\], .* fused of several has to have one scale"),
     "other sizes": ("ct row", having(mlp__0__weight=torch.ones(N, 128).to(torch.float8_e4m3fn)), r"'mlp.0.weight' has codes \[384, 128\], and the model's \[384, 256\]"),

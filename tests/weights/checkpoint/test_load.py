@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.weights.checkpoint_files import FILES, K, N, net, power, scales, write
+from helpers.weights.checkpoint_files import FILES, K, N, gpt_oss, net, scales, write
 from torch import nn
 
 import te_dynamo
@@ -160,16 +160,21 @@ def test_experts() -> None:
         model = te_dynamo.load_quantized(Experts((3, 256, 128)), tensors, config)
         meant = data.float() * (scale.reshape(3, -1, 1).repeat_interleave(256 if scale.dim() == 1 else 128, 1))
         assert torch.equal(model.gate_up_proj.dequantize(), meant.bfloat16())
-    bytes_, exponents = (
-        torch.randint(256, (3, 64, 4, 16), dtype=torch.uint8),
-        torch.randint(115, 125, (3, 64, 4), dtype=torch.uint8),
-    )
-    tensors = {"gate_up_proj_blocks": bytes_, "gate_up_proj_scales": exponents}
-    model = te_dynamo.load_quantized(Experts((3, 64, 128)), tensors, {"quant_method": "mxfp4"})
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    nibbles = torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
-    meant = values[(nibbles & 7).long()] * torch.where(nibbles > 7, -1, 1) * power(exponents)[..., None]
-    assert torch.equal(model.gate_up_proj.dequantize(), meant.reshape(3, 64, 128).bfloat16())
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (128, 128), (32, 96)])
+def test_experts_of_gpt_oss(n: int, k: int, tmp_path: Path) -> None:
+    """The model has [E, K, N] of what its file has as [E, N, K], square ones too. Written again, byte for byte."""
+    tensors, meant = gpt_oss(3, n, k)
+    config = {"quant_method": "mxfp4"}
+    model = te_dynamo.load_quantized(Experts((3, k, n)), tensors, config)
+    assert torch.equal(model.gate_up_proj.dequantize(), meant.mT)
+    te_dynamo.save_checkpoint(model, tmp_path)
+    again = Files(tmp_path)
+    assert set(again) == set(tensors) and all(torch.equal(again[name], tensors[name]) for name in tensors)
+    if n != k:  # a model that has it as the file does
+        model = te_dynamo.load_quantized(Experts((3, n, k)), tensors, config)
+        assert torch.equal(model.gate_up_proj.dequantize(), meant)
 
 
 def test_files_are_read_one_tensor_at_a_time(tmp_path: Path) -> None:
@@ -179,3 +184,33 @@ def test_files_are_read_one_tensor_at_a_time(tmp_path: Path) -> None:
         n: (t.dtype, t.shape) for n, t in tensors.items()
     }
     assert all(torch.equal(files[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors)
+
+
+STATIC = ["ct tensor", "modelopt", "fp8 tensor"]
+
+
+@pytest.mark.one_fast_case
+@pytest.mark.parametrize("name", STATIC)
+def test_static_scales_of_activations(name: str) -> None:
+    """A recipe has them taken: inputs beyond them are clamped. In training they are an error."""
+    file = FILES[name]
+    tensors, meant = file.tensors()
+    model = te_dynamo.load_quantized(net(), tensors, file.config).requires_grad_(False)
+    recipe = te_dynamo.recipe.Float8CurrentScaling(static_inputs=True)
+    compiled = torch.compile(model, backend="te", options={"recipe": recipe, "codegen": "eager"})
+    with te_dynamo.capture() as graphs:
+        y = compiled(X)
+    assert graphs["inference"].count("te.quantize_with_amax") == 2
+    scale = [tensors[f"mlp.{i}.{file.beside[0]}"].float() for i in (0, 2)]
+
+    def held(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+    first = held(model.norm(X), scale[0]) @ meant["mlp.0.weight"].T + model.mlp[0].bias
+    expected = held(torch.nn.functional.gelu(first.bfloat16()), scale[1]) @ meant["mlp.2.weight"].T
+    assert (y - expected).norm() <= 0.02 * expected.norm()
+    used = [row.stored for row in te_dynamo.explain(model, X, recipe=recipe).linears]
+    assert all(each.endswith("(tensor, static scales of activations used)") for each in used)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"the linear 'mlp.0' .* its input has a static scale, which is for inference"):
+        compiled(X.clone().requires_grad_())

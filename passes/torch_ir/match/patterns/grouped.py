@@ -6,12 +6,14 @@
     F.grouped_mm(x, experts)                Llama 4's
     torch.einsum("egcd,edf->egcf", x, w)    the same between changes of shape (contractions.py): GShard's; x @ w[:, None], torch.baddbmm
 
-A weight that the user transposes for the call is read as it is stored, so that nothing is copied. Experts whose quantization
+A weight that the user transposes for the call is read as it is stored, so that nothing is copied; one that is quantized already by its codes and
+scales, in forward alone. Experts whose quantization
 would take longer than their GEMMs save stay what they are (cost.py), unless a rule names them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Sequence
@@ -51,6 +53,7 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.products import (
     takes_groups,
     why_no_linear,
 )
+from te_dynamo.passes.torch_ir.match.patterns.linears.stored import reads
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     arguments,
@@ -61,6 +64,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     erase_unused,
     fixed,
     left_as_plain,
+    quantized_of,
     replace,
     tensor_of,
 )
@@ -94,12 +98,15 @@ def match_grouped(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> li
     if given is None:
         return _match_contraction(node, recipe_for, outside)
     x, weight, offs = given["mat_a"], given["mat_b"], given.get("offs")
-    record, recipe = linear_record(node, weight, _sizes(x, weight), recipe_for)
+    held = _held(node, weight)
+    record, recipe = linear_record(node, weight if held is None else held, _sizes(x, weight), recipe_for)
     if recipe is not None:
         record.reason = outside or _reason(node, x, weight, offs, given, recipe)
-        if not record.reason and not named_by_rule(recipe_for, record.module, record.parameter):
+        if not record.reason and held is not None:
+            record.reason = _format_reason(node, weight, quantized_of(held), offs, recipe)
+        elif not record.reason and not named_by_rule(recipe_for, record.module, record.parameter):
             record.reason = kept_in_fp32(node, x, weight)
-        if not record.reason and not named_by_rule(recipe_for, record.module, record.parameter):
+        if held is None and not record.reason and not named_by_rule(recipe_for, record.module, record.parameter):
             record.reason = node.meta[LEFT_FOR_COST] = _cost_reason(node, x, weight, recipe)
     if recipe is None or record.reason:
         record.matched, record.recipe = False, ""
@@ -146,6 +153,9 @@ def emit_grouped_linear(node: fx.Node, x: fx.Node, weight: fx.Node, offs: fx.Nod
     transposed = _stored_transposed(node, weight)
     missing, inner = _paddings(tensor_of(weight).shape, recipe, transposed)
     dtype, grad = tensor_of(node).dtype, tensor_of(node).requires_grad
+    held = quantized_of(_held(node, weight))
+    if held is not None:
+        return _multiply_stored(node, cast(x, dtype, node), _held(node, weight), held, offs, recipe)
     x, weight = cast(x, dtype, node), cast(_as_stored(node, weight), dtype, node)
     if inner:
         x, weight = padded_rows(x, inner, node), padded(weight, inner, 1 if transposed else 2, node)
@@ -158,6 +168,40 @@ def emit_grouped_linear(node: fx.Node, x: fx.Node, weight: fx.Node, offs: fx.Nod
         weight_requires_grad=grad and tensor_of(weight).requires_grad,
     )
     results = emit(node.graph, torch.ops.te.grouped_linear.default, (x, weight, offs, config), node)
+    return emit_getitem(node.graph, results, 0)
+
+
+def _held(node: fx.Node, weight: Any) -> fx.Node | None:
+    """The weight as it is stored where that is quantized already; None of any other."""
+    stored: Any = weight.args[0] if isinstance(weight, fx.Node) and _is_transposition(node, weight) else weight
+    return stored if quantized_of(stored) is not None else None
+
+
+def _format_reason(node: fx.Node, weight: Any, held: Any, offs: Any, recipe: Recipe) -> str:
+    """Why no grouped GEMM of the recipe multiplies by a weight that is quantized already."""
+    there, transposed = held.quantizer, not _is_transposition(node, weight)
+    read = recipe.weight_quantizer().for_groups(rowwise=not transposed, columnwise=transposed)
+    if offs is None:
+        return "its weight is quantized already, and it is no product of tokens that are sorted by expert"
+    if tensor_of(node).requires_grad:
+        return "its weight is quantized already, and backward reads it in the other direction too"
+    if not reads(read, there) or not (there.columnwise if transposed else there.rowwise):
+        return f"its weight is {there.in_words()}; {recipe.describe()} multiplies by {read.in_words()}"
+    if any(_paddings(tensor_of(weight).shape, recipe, transposed)):
+        return f"its weight {list(held.shape)} is quantized already, and has to be padded"
+    return ""
+
+
+def _multiply_stored(node: fx.Node, x: fx.Node, weight: Any, held: Any, offs: fx.Node, recipe: Recipe) -> fx.Node:
+    """The product by the codes and scales of `weight`."""
+    config = GroupedLinearConfig.for_weight(
+        recipe, weight_transposed=not held.quantizer.rowwise, input_requires_grad=False, weight_requires_grad=False
+    )
+    config = dataclasses.replace(config, weight_quantizer=held.quantizer)
+    buffers = [emit(node.graph, getattr, (weight, f"_{name}"), node) for name in held.named_buffers()]
+    results = emit(
+        node.graph, torch.ops.te.grouped_linear_with_workspace.default, (x, None, offs, config, buffers), node
+    )
     return emit_getitem(node.graph, results, 0)
 
 
@@ -229,7 +273,7 @@ def _sizes(x: Any, weight: Any) -> Sizes:
 
 def _reason(node: fx.Node, x: Any, weight: Any, offs: Any, given: dict[str, Any], recipe: Recipe) -> str:
     """Why this product stays what it is, "" when it becomes te.grouped_linear."""
-    if reason := recipe_reason(recipe) or left_as_plain(node, x, weight, offs):
+    if reason := recipe_reason(recipe) or left_as_plain(node, x, None if _held(node, weight) else weight, offs):
         return reason
     ranks = (tensor_of(x).dim(), tensor_of(weight).dim())
     if ranks != ((3, 3) if offs is None else (2, 3)):

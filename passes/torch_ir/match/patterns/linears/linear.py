@@ -11,6 +11,7 @@ nodes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +43,15 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.padding import (
 )
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import Product, Sizes, product_of, transpositions
 from te_dynamo.passes.torch_ir.match.patterns.linears.shards import is_shared, layout_of, local, to_shards
-from te_dynamo.passes.torch_ir.match.patterns.linears.stored import check_scaled, reads, recipe_of_stored
+from te_dynamo.passes.torch_ir.match.patterns.linears.stored import (
+    check_inference,
+    check_scaled,
+    give_back,
+    read_torchao,
+    reads,
+    recipe_of_stored,
+    static_amax,
+)
 from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     calls,
@@ -90,14 +99,20 @@ def match_linear(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -> lis
     product = product_of(node)
     if product is None:
         return []
-    record, recipe = linear_record(node, product.weight, product.sizes, recipe_for)
+    weight, stored, unread = read_torchao(node, product.weight)
+    product = dataclasses.replace(product, weight=weight)
+    record, recipe = linear_record(node, weight, product.sizes, recipe_for)
     if recipe is not None:
         check_scaled(product.weight, record)
+        check_inference(node, product.weight, recipe, record)
         named = named_by_rule(recipe_for, record.module, record.parameter)
         record.us = estimated_times(node, product, recipe)
-        record.reason = outside or product.reason or _rewrite(node, product, recipe, named)
+        record.reason = outside or product.reason or unread or _rewrite(node, product, recipe, named)
     if recipe is None or record.reason:
         record.matched, record.recipe, record.us = False, "", 2 * record.us[:1]
+        give_back(node, weight, stored)
+    else:
+        record.stored = stored
     return [record]
 
 
@@ -211,6 +226,7 @@ def _config(node: fx.Node, product: Product, recipe: Recipe) -> LinearConfig:
         weight_requires_grad=out.requires_grad and weight.requires_grad,
         weight_transposed=product.transposed,
         device=None if plain else x.device,
+        input_amax=static_amax(product.weight, recipe),
     )
 
 

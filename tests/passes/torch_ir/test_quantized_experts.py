@@ -1,0 +1,93 @@
+"""Experts whose weights are one QuantizedTensor: te.grouped_linear multiplies its codes and scales as they are, in forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import te_dynamo
+from te_dynamo.weights.checkpoint.kinds import KINDS
+
+
+class Experts(nn.Module):
+    """transposed: the weight is [E, K, N], as gpt-oss has it, and not [E, N, K]."""
+
+    def __init__(self, transposed: bool, n: int = 128) -> None:
+        super().__init__()
+        shape = (3, 256, n) if transposed else (3, n, 256)
+        self.weight = nn.Parameter(torch.randn(shape).bfloat16() / 16, requires_grad=False)
+        self.transposed = transposed
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return F.grouped_mm(x, self.weight if self.transposed else self.weight.transpose(-2, -1), offs=offs)
+
+
+OFFS = torch.tensor([16, 16, 48], dtype=torch.int32)
+
+
+def _run(model: nn.Module, x: Tensor, **options: Any) -> tuple[Tensor, Any]:
+    torch._dynamo.reset()
+    with te_dynamo.capture() as graphs:
+        y = torch.compile(model, backend="te", fullgraph=True, options={"codegen": "eager", **options})(x, OFFS)
+    return y, graphs
+
+
+def _stored(model: Experts, kind: str, powers_of_two: bool) -> None:
+    quantizer = KINDS[kind].quantizer(3, powers_of_two, model.transposed)
+    model.weight = nn.Parameter(quantizer.quantize(model.weight.data), requires_grad=False)
+
+
+CASES = {
+    "tensor": ("float8_current_scaling", False),
+    "row": ("float8_rowwise", False),
+    "block": ("float8_block_scaling", False),
+    "mxfp8": ("mxfp8", False),
+    "mxfp8 transposed": ("mxfp8", True),
+}
+
+
+@pytest.mark.one_fast_case
+@pytest.mark.parametrize("case", CASES)
+def test_bits_are_those_of_the_weight_quantized_in_the_call(case: str) -> None:
+    recipe, transposed = CASES[case]
+    model, x = Experts(transposed), torch.randn(48, 256).bfloat16()
+    expected, _ = _run(model, x, recipe=recipe)
+    _stored(model, case.split()[0], recipe == "float8_block_scaling")
+    for given in (recipe, "float8_current_scaling"):  # the weight decides
+        y, graphs = _run(model, x, recipe=given)
+        (match,) = graphs.reports[0].matches
+        assert match.matched and match.recipe == recipe and match.groups == 3
+        assert "te.grouped_gemm" in graphs["inference"] and torch.equal(y, expected)
+
+
+def test_snapshot_of_what_is_read() -> None:
+    model = Experts(False)
+    _stored(model, "block", True)
+    _, graphs = _run(model, torch.randn(48, 256).bfloat16())
+    assert "dequantize" not in graphs["inference"] and graphs["inference"].count("te.quantize") == 1  # of x
+
+
+def test_what_stays_has_a_reason() -> None:
+    def reason(model: Experts, x: Tensor, **options: Any) -> str:
+        y, graphs = _run(model, x, **options)
+        expected = F.grouped_mm(x.detach(), model.weight.dequantize().mT, offs=OFFS)
+        torch.testing.assert_close(y.detach(), expected, rtol=0.02, atol=0.02)
+        return graphs.reports[0].matches[0].reason
+
+    x = torch.randn(48, 256).bfloat16()
+    model = Experts(False)
+    _stored(model, "block", True)
+    there = "its weight is FP8 (e4m3) with a scale per block of 128x128"
+    assert (
+        reason(model, x, rules=[("", "mxfp8")]) == f"{there}; mxfp8 multiplies by MXFP8 with a scale per block of 1x32"
+    )
+    assert reason(model, x, rules=[("", None)]) == "rule '' leaves it in the model's precision"
+    x.requires_grad_()
+    assert "its weight is quantized already, and backward" in reason(model, x)
+    ragged = Experts(False, n=2016)
+    _stored(ragged, "mxfp8", False)
+    assert reason(ragged, x.detach()) == "its weight [3, 2016, 256] is quantized already, and has to be padded"
