@@ -70,6 +70,16 @@ def _values(x: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
     return x.codes.float(), None if x.scaling in ("tensor", "row") else scales_of_rows(x)
 
 
+def dequantized(x: Operand) -> torch.Tensor:
+    """fp32 [rows, K] by all scales but the tensors' own of NVFP4 (`tensors_scale`)."""
+    values, scales = _values(x)
+    if x.scaling == "row":
+        return values * x.scale_inv[:, None]
+    if scales is None:
+        return values * x.scale_inv if x.scaling == "tensor" else values
+    return values * scales.repeat_interleave(BLOCK, dim=1)[:, : values.shape[1]]
+
+
 def _product(r: Request, a: Any, b: Any, piece: _Piece) -> torch.Tensor:
     (a_values, a_scales), (b_values, b_scales) = a, b
     left, right = a_values[piece.a], b_values[piece.b]
