@@ -248,9 +248,8 @@ def store_quantized_tile(
 def zero_padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """x at the upper left of zero bytes [rows, columns]; contiguous. float8 travels as integers: torch fills no float8."""
     integers = x.view(torch.uint8) if x.element_size() == 1 else x
-    result = integers.new_zeros(rows, columns)
-    result[: x.shape[0], : x.shape[1]] = integers
-    return result.view(x.dtype)
+    padded = torch.nn.functional.pad(integers, (0, columns - x.shape[1], 0, rows - x.shape[0]))
+    return padded.contiguous().view(x.dtype)
 
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
