@@ -119,7 +119,7 @@ def scales_of_rows(x: Operand) -> torch.Tensor:
         return torch.where(codes == 255, 0x7FC00000, bits).view(torch.float32)
     if x.scaling == "128x128":
         return scale_inv[:, :blocks].repeat_interleave(BLOCK, dim=0)[:rows]
-    return scale_inv[:, :rows].t()
+    return scale_inv.t().contiguous()[:rows]  # contiguous for every M: one that is symbolic is fixed by no view
 
 
 def tensors_scale(a_amax: torch.Tensor, b_amax: torch.Tensor) -> torch.Tensor:
