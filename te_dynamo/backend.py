@@ -74,8 +74,9 @@ from te_dynamo.torch_private.recompile_limit import compiled_here
 from te_dynamo.torch_private.table import SAVED_HOOKS
 from te_dynamo.torch_private.tracing import timed
 from te_dynamo.user_code import traced_code
-from te_dynamo.weights.cache import WeightSupply, make_buffers
+from te_dynamo.weights.cache import make_buffers
 from te_dynamo.weights.freeze import watch
+from te_dynamo.weights.saved_supply import make_supply
 
 __all__ = ["te"]
 
@@ -208,7 +209,7 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
         compiled = saves_bytes(compiled)
     if supplied is not None:
         by_step, check = options.weight_cache == "step", options.weight_cache_check
-        compiled = WeightSupply(compiled, supplied.kept, supplied.workspaces, by_step, check)
+        compiled = make_supply(compiled, supplied.kept, supplied.workspaces, by_step, check)
     compiled = WaitsForInputs(compiled, asynchronous) if asynchronous else compiled
     return counted(compiled) if options.require_coverage else compiled
 
@@ -228,7 +229,10 @@ def exported_graph(gm: GraphModule, model: Module, options: Options, report: Rep
 
     gm: the module of an ExportedProgram of `model`. Raises UnsupportedError for what is matched and cannot leave Python.
     """
-    values = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    values = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     inputs = in_dynamos_form(gm, values)
     with facts_known(gm):
         match(gm, options.in_model(model), report, inputs)
@@ -372,6 +376,10 @@ def _compile_eager(gm: GraphModule, example_inputs: Sequence[Any], compilation: 
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
+    if torch._functorch.config.bundled_autograd_cache:
+        raise UnsupportedError(
+            'te_dynamo: graphs that run as they are, under codegen="eager", cannot be saved by aot_compile: use codegen="inductor"'
+        )
     leaving = sm_margin(compilation.options.sm_margin)  # backward compiles and runs on a thread of its own
 
     returned = {"backward": 0}  # how many results of a graph are the caller's; in inference all

@@ -173,7 +173,9 @@ def export(
             exported_graph(graph, target, options, report)
             program = _trace(graph, args, kwargs, dynamic_shapes).run_decompositions(decompositions())
     except RestartAnalysis:  # a dropped weight with another reader has its values again
-        return export(model, args, kwargs, path=path, dynamic_shapes=dynamic_shapes, recipe=recipe, rules=rules, inductor=inductor)
+        return export(
+            model, args, kwargs, path=path, dynamic_shapes=dynamic_shapes, recipe=recipe, rules=rules, inductor=inductor
+        )
     finally:
         leaving.reset(token)
     explanation = Explanation([report], [], model=type(target).__name__)
@@ -192,7 +194,9 @@ def _trace(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> tor
         raise
     except Exception as error:
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UnsupportedError(f"te_dynamo.export: torch.export does not trace {type(model).__name__}: {line}") from error
+        raise UnsupportedError(
+            f"te_dynamo.export: torch.export does not trace {type(model).__name__}: {line}"
+        ) from error
 
 
 def _check_leaves(model: Any, args: Any, kwargs: Any) -> None:

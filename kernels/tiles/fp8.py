@@ -248,7 +248,9 @@ def store_quantized_tile(
 def zero_padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """x at the upper left of zero bytes [rows, columns]; contiguous. float8 travels as integers: torch fills no float8."""
     integers = x.view(torch.uint8) if x.element_size() == 1 else x
-    zeros = integers.new_zeros(rows, columns)  # written by no assignment and F.pad: te_dynamo.export takes neither with symbolic sizes
+    zeros = integers.new_zeros(
+        rows, columns
+    )  # written by no assignment and F.pad: te_dynamo.export takes neither with symbolic sizes
     upper = zeros[: x.shape[0]].slice_scatter(integers, 1, 0, x.shape[1])
     return zeros.slice_scatter(upper, 0, 0, x.shape[0]).view(x.dtype)
 

@@ -1,8 +1,8 @@
 """A graph of torch.export in the form in which Dynamo gives a backend one, and back with weights as codes: for te_dynamo.export.
 
-    torch.export   w = get_attr[0.weight];  x = placeholder;  y = aten.linear(x, w)
-    Dynamo's form  w = placeholder;  x = placeholder;  y = aten.linear(x, w)            meta: example_value, the module's path, the source
-    back           data = get_attr[workspace_0_data];  x = placeholder;  y = te.linear_with_workspace(x, None, None, config, [data, ..])[0]
+torch.export   w = get_attr[0.weight];  x = placeholder;  y = aten.linear(x, w)
+Dynamo's form  w = placeholder;  x = placeholder;  y = aten.linear(x, w)            meta: example_value, the module's path, the source
+back           data = get_attr[workspace_0_data];  x = placeholder;  y = te.linear_with_workspace(x, None, None, config, [data, ..])[0]
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def in_dynamos_form(gm: fx.GraphModule, values: Mapping[str, Any]) -> list[Any]:
     for node in gm.graph.find_nodes(op="call_module", target="_guards_fn"):
         gm.graph.erase_node(node)  # the next export writes them again
     of_user = gm.graph.find_nodes(op="placeholder")
-    read = [node for node in gm.graph.find_nodes(op="get_attr") if node.target in values]  # others are bodies and constants
+    read = [
+        node for node in gm.graph.find_nodes(op="get_attr") if node.target in values
+    ]  # others are bodies and constants
     for node in reversed(read):
         with gm.graph.inserting_before(None):
             placeholder = gm.graph.placeholder(node.name)
@@ -61,7 +63,9 @@ def in_exports_form(gm: fx.GraphModule, stored: Mapping[str, Any], buffers: Sequ
             _read_parts(gm, node, stored[name])
         _become_attribute(gm, node, name)
     read = {node.target for each in gm.modules() if isinstance(each, fx.GraphModule) for node in each.graph.nodes}
-    for holder, name, path in [(m, n, f"{p}.{n}".removeprefix(".")) for p, m in gm.named_modules() for n in _tensors(m)]:
+    for holder, name, path in [
+        (m, n, f"{p}.{n}".removeprefix(".")) for p, m in gm.named_modules() for n in _tensors(m)
+    ]:
         if path not in read:
             delattr(holder, name)
     gm.graph.lint()

@@ -108,6 +108,11 @@ FAKE_CUDA = Private(
         "torch._dynamo.trace_rules.get_torch_obj_rule_map", "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers",
     ),
 )
+AOT_COMPILE = Private(
+    "torch._dynamo.aot_compile_types.SerializableCallable", "te_dynamo/weights/saved_supply.py",
+    "aot_compile saves a compiled graph whose weights are frozen", "aot_compile of such models, which torch refuses then",
+    needs=("torch._dynamo.aot_compile_types.BundledAOTAutogradSerializableCallable",),
+)
 ARTIFACT = Private(
     "torch._logging.trace_structured", "te_dynamo/torch_private/tracing.py",
     "tlparse shows decisions, fusions and the graph after each stage", "our artifacts in torch's trace",
@@ -162,7 +167,7 @@ TABLE = (
         last=(2, 12),
     ),
     # Used, and done without where they are gone.
-    PTXAS, AHEAD, ARTIFACT, TIMED, PROFILED, DYNAMO_STATE, SAVED_HOOKS, RECOMPILATION, UNSEEN_WRITES, FAKE_CUDA,
+    PTXAS, AHEAD, AOT_COMPILE, ARTIFACT, TIMED, PROFILED, DYNAMO_STATE, SAVED_HOOKS, RECOMPILATION, UNSEEN_WRITES, FAKE_CUDA,
     Private(
         "torch._C._get_sm_carveout_experimental", "te_dynamo/_compat.py",
         "products leave as many multiprocessors to other kernels as torch's own do",

@@ -92,7 +92,9 @@ def test_a_stored_weight_keeps_its_codes() -> None:
     model.down.weight = nn.Parameter(stored, requires_grad=False)
     exported = te_dynamo.export(model, (x,), recipe="float8_current_scaling")
     assert exported.explanation.coverage == 1.0
-    codes = [t for t in exported.program.state_dict.values() if t.dtype == torch.float8_e4m3fn and t.shape == (128, 256)]
+    codes = [
+        t for t in exported.program.state_dict.values() if t.dtype == torch.float8_e4m3fn and t.shape == (128, 256)
+    ]
     assert [torch.equal(c.view(torch.uint8), stored._data.view(torch.uint8)) for c in codes] == [True]
     assert_close(exported.program.module()(x), compiled(model, x, recipe="float8_current_scaling"))
 
@@ -179,7 +181,11 @@ def test_a_package_runs_without_te_dynamo(recipe: str, tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", run], cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": ""})
     with zipfile.ZipFile(tmp_path / "model.pt2") as package:
-        constants = sum(info.file_size for info in package.infolist() if "constants" in info.filename or info.filename.endswith("weights"))
+        constants = sum(
+            info.file_size
+            for info in package.infolist()
+            if "constants" in info.filename or info.filename.endswith("weights")
+        )
     bits16 = 2 * sum(p.numel() for p in model.parameters())
     assert 0 < constants < 0.75 * bits16
 
