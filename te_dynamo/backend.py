@@ -244,6 +244,7 @@ def exported_graph(gm: GraphModule, model: Module, options: Options, report: Rep
                 f"te_dynamo.export: experts ({module_path(node)!r}, {source_line(node)}) are multiplied by groups whose sizes are data, which no "
                 "exported graph holds: leave them in the model's precision by rules=[(path, None)]"
             )
+    report.workspaces = [dataclasses.replace(record, kept="in the program") for record in report.workspaces]
     workspaces = [] if supplied is None else supplied.workspaces
     in_exports_form(gm, values, [buffer for w in workspaces for buffer in make_buffers(w, inputs).values()])
 

@@ -20,6 +20,7 @@ from te_dynamo.recipe import Recipe
 
 if TYPE_CHECKING:
     from te_dynamo.inspect.explain import Explanation
+    from te_dynamo.report import Report
 
 __all__ = ["Exported", "compile", "export", "set_recipe"]
 
@@ -154,30 +155,13 @@ def export(
 
     Raises InputError for a model in training mode, UnsupportedError for what torch.export does not trace, DTensors and a mixture's experts.
     """
-    from torch._dynamo.exc import RestartAnalysis
-
-    from te_dynamo.backend import exported_graph
-    from te_dynamo.dialect.define import leaving
     from te_dynamo.inspect.explain import Explanation
     from te_dynamo.inspect.target import options_and_mode, unwrap
-    from te_dynamo.lowering.aten import decompositions
-    from te_dynamo.report import Report
 
     target, given = unwrap(model)
     options = Options.parse(options_and_mode(given, None, None, recipe, rules))
     _check_leaves(target, args, kwargs)
-    report, token = Report(), leaving.set(True)
-    try:
-        with torch.no_grad():
-            graph = _trace(target, args, kwargs, dynamic_shapes).module()
-            exported_graph(graph, target, options, report)
-            program = _trace(graph, args, kwargs, dynamic_shapes).run_decompositions(decompositions())
-    except RestartAnalysis:  # a dropped weight with another reader has its values again
-        return export(
-            model, args, kwargs, path=path, dynamic_shapes=dynamic_shapes, recipe=recipe, rules=rules, inductor=inductor
-        )
-    finally:
-        leaving.reset(token)
+    program, report = _program(target, (args, dict(kwargs or {}), dynamic_shapes), options)
     explanation = Explanation([report], [], model=type(target).__name__)
     if path is None:
         return Exported(program, explanation, None)
@@ -187,9 +171,30 @@ def export(
     return Exported(program, explanation, written)
 
 
+def _program(model: nn.Module, call: Any, options: Options) -> tuple[torch.export.ExportedProgram, Report]:
+    """call: what torch.export.export takes behind the model."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    from te_dynamo.backend import exported_graph
+    from te_dynamo.dialect.define import leaving
+    from te_dynamo.lowering.aten import decompositions
+    from te_dynamo.report import Report
+
+    report, token = Report(), leaving.set(True)
+    try:
+        with torch.no_grad():
+            graph = _trace(model, *call).module()
+            exported_graph(graph, model, options, report)
+            return _trace(graph, *call).run_decompositions(decompositions()), report
+    except RestartAnalysis:  # a dropped weight with another reader has its values again
+        return _program(model, call, options)
+    finally:
+        leaving.reset(token)
+
+
 def _trace(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> torch.export.ExportedProgram:
     try:
-        return torch.export.export(model, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False)
+        return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except TeError:
         raise
     except Exception as error:

@@ -21,6 +21,7 @@ DOCUMENTED = (
     "torch._dynamo.register_backend",
     "torch._dynamo.backends.common.aot_autograd",
     "torch._functorch.config",
+    "torch._inductor.aoti_compile_and_package",
     "torch._inductor.config",
     "torch._inductor.list_mode_options",
     "torch._inductor.list_options",
@@ -183,7 +184,7 @@ TABLE = (
     # Used, and nothing compiles without. Calls of Dynamo and AOTAutograd:
     Private("torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing", "te_dynamo/backend.py",
             "a checkpoint around the model must not count what matching saves"),
-    Private("torch._dynamo.exc.RestartAnalysis", "te_dynamo/backend.py", "Dynamo's wish to trace again is passed on"),
+    Private("torch._dynamo.exc.RestartAnalysis", "te_dynamo/backend.py, te_dynamo/entry.py", "Dynamo's wish to trace again is passed on"),
     Private("torch._dynamo.exc.TensorifyScalarRestartAnalysis", "passes/torch_ir/workspaces.py",
             "Dynamo traces again when a dropped weight has got its values back"),
     Private("torch._dynamo.guards.install_guard", "passes/torch_ir/match/root.py",

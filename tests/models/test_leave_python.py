@@ -219,7 +219,7 @@ def test_what_cannot_leave_is_named() -> None:
     with pytest.raises(InputError, match=r"expected a torch\.nn\.Module, got function"):
         te_dynamo.export(lambda x: x, (x,))  # type: ignore[arg-type]
     experts = Experts().bfloat16().eval()
-    with pytest.raises(UnsupportedError, match="experts .* are multiplied by groups whose sizes are data"):
+    with pytest.raises(UnsupportedError, match=r"experts .* are multiplied by groups whose sizes are data"):
         te_dynamo.export(experts, (x.bfloat16(), torch.tensor([8, 16, 24, 32], dtype=torch.int32)))
 
 
