@@ -54,7 +54,7 @@ def _product(r: Request) -> torch.Tensor:
         return product if r.a.amax is None else product * tensors_scale(r.a.amax, r.b.amax)
     by_tensor = r.scaling == "tensor"
     one = torch.ones(1, device=r.a.codes.device)
-    scales = (r.a.scale_inv, r.b.scale_inv) if by_tensor else (one, one)
+    a_scale, b_scale = (r.a.scale_inv, r.b.scale_inv) if by_tensor else (one, one)
     dtype = r.out_dtype if by_tensor and r.bias is None else torch.float32
-    c = torch._scaled_mm(r.a.codes, r.b.codes.t(), *scales, out_dtype=dtype, use_fast_accum=r.fast)
+    c = torch._scaled_mm(r.a.codes, r.b.codes.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=r.fast)
     return c if by_tensor else c * r.a.scale_inv[:, None] * r.b.scale_inv

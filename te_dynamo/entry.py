@@ -171,7 +171,7 @@ def export(
     return Exported(program, explanation, written)
 
 
-def _program(model: nn.Module, call: Any, options: Options) -> tuple[torch.export.ExportedProgram, Report]:
+def _program(model: Any, call: Any, options: Options) -> tuple[torch.export.ExportedProgram, Report]:
     """call: what torch.export.export takes behind the model."""
     from torch._dynamo.exc import RestartAnalysis
 
@@ -205,8 +205,6 @@ def _trace(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> tor
 
 
 def _check_leaves(model: Any, args: Any, kwargs: Any) -> None:
-    from torch.distributed.tensor import DTensor
-
     from te_dynamo.inspect.target import tensors_in
 
     if not isinstance(model, nn.Module):
@@ -217,7 +215,7 @@ def _check_leaves(model: Any, args: Any, kwargs: Any) -> None:
         )
     named = [*model.named_parameters(), *model.named_buffers(), *(("an input", x) for x in tensors_in((args, kwargs)))]
     for name, tensor in named:
-        if isinstance(tensor, DTensor):
+        if type(tensor).__module__.startswith("torch.distributed"):
             raise UnsupportedError(
-                f"te_dynamo.export: {name!r} is a DTensor, and a package runs in one process: export the model before it is distributed"
+                f"te_dynamo.export: {name!r} is a {type(tensor).__name__}, and a package runs in one process: export the model before it is distributed"
             )

@@ -284,7 +284,7 @@ TABLE = (
     Private("torch.utils._python_dispatch._get_current_dispatch_mode", "kernels/runtime/launch.py",
             "whether a launch is recorded",
             needs=("torch.utils._python_dispatch._get_current_dispatch_mode_stack",)),
-    Private("torch._scaled_mm", "kernels/gemm/cublaslt.py", "cuBLASLt's product"),
+    Private("torch._scaled_mm", "kernels/gemm/cublaslt.py, lowering/aten.py", "cuBLASLt's product, and that of a program which leaves Python"),
     Private("triton.experimental.gluon._runtime.GluonASTSource", "kernels/runtime",
             "Gluon kernels are compiled for any GPU",
             "tests and benchmarks of compiled kernels"),

@@ -157,7 +157,10 @@ _refusing: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary
 
 
 def _refuse_export(model: nn.Module, _: Any) -> None:
-    if (torch.compiler.is_exporting() and not leaving.get()) or torch.jit.is_tracing():
+    ours = (
+        not torch.compiler.is_dynamo_compiling() and leaving.get()
+    )  # Dynamo, which te_dynamo.export does without, reads no ContextVar
+    if (torch.compiler.is_exporting() and not ours) or torch.jit.is_tracing():
         raise UnsupportedError(
             f"te_dynamo: {type(model).__name__} is frozen, and an export would have its weights in the model's precision, or NaN where they "
             "were dropped: call te_dynamo.unfreeze(model) first, or te_dynamo.export(model, args), which stores its codes"
