@@ -13,7 +13,9 @@ from te_dynamo.accuracy.compare import (
     compare_recipes as compare_recipes,
 )
 from te_dynamo.entry import (
+    Exported as Exported,
     compile as compile,
+    export as export,
     set_recipe as set_recipe,
 )
 from te_dynamo.fusion_registry import (

@@ -26,7 +26,7 @@ from te_dynamo._compat import asks_for_inference
 from te_dynamo.cache_key import cache_key
 from te_dynamo.dialect.define import is_te
 from te_dynamo.distributed.check_ranks import tell_compiled
-from te_dynamo.errors import InvalidOptionError
+from te_dynamo.errors import InvalidOptionError, UnsupportedError
 from te_dynamo.fusion_registry import fusion_key
 from te_dynamo.inspect.advice import advise, warn_if_emulated, warn_if_left_for_cost
 from te_dynamo.inspect.graphs.capture import GraphInProgress, abandon, publish, record, record_before, uncached
@@ -57,13 +57,14 @@ from te_dynamo.passes.dialect.shared_amaxes import share_amaxes
 from te_dynamo.passes.dialect.usage import drop_unread_usages
 from te_dynamo.passes.dialect.views import read_through_views, return_no_views
 from te_dynamo.passes.torch_ir.async_inputs import WaitsForInputs, plain_examples
+from te_dynamo.passes.torch_ir.exported import in_dynamos_form, in_exports_form
 from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.gathered_weights import check_gathered
 from te_dynamo.passes.torch_ir.match import match
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST
 from te_dynamo.passes.torch_ir.match.mutation import facts_known
 from te_dynamo.passes.torch_ir.match.root import compiled_model
-from te_dynamo.passes.torch_ir.match.where import source_line
+from te_dynamo.passes.torch_ir.match.where import module_path, source_line
 from te_dynamo.passes.torch_ir.operation_fusions import fuse_operations
 from te_dynamo.passes.torch_ir.quantized_weights import read_buffers
 from te_dynamo.passes.torch_ir.workspaces import use_workspaces
@@ -73,8 +74,9 @@ from te_dynamo.torch_private.recompile_limit import compiled_here
 from te_dynamo.torch_private.table import SAVED_HOOKS
 from te_dynamo.torch_private.tracing import timed
 from te_dynamo.user_code import traced_code
-from te_dynamo.weights.cache import WeightSupply
+from te_dynamo.weights.cache import make_buffers
 from te_dynamo.weights.freeze import watch
+from te_dynamo.weights.saved_supply import make_supply
 
 __all__ = ["te"]
 
@@ -207,7 +209,7 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
         compiled = saves_bytes(compiled)
     if supplied is not None:
         by_step, check = options.weight_cache == "step", options.weight_cache_check
-        compiled = WeightSupply(compiled, supplied.kept, supplied.workspaces, by_step, check)
+        compiled = make_supply(compiled, supplied.kept, supplied.workspaces, by_step, check)
     compiled = WaitsForInputs(compiled, asynchronous) if asynchronous else compiled
     return counted(compiled) if options.require_coverage else compiled
 
@@ -220,6 +222,31 @@ def linears_matched(gm: GraphModule, example_inputs: Sequence[Any], options: Opt
     with _disable_saved_tensors_hooks_during_tracing():
         match(copied, options.in_model(compiled_model()), report, example_inputs, linears_only=True)
     return copied
+
+
+def exported_graph(gm: GraphModule, model: Module, options: Options, report: Report) -> None:
+    """Puts te operations into a graph of torch.export, in place, with their weights as codes among its attributes: for te_dynamo.export.
+
+    gm: the module of an ExportedProgram of `model`. Raises UnsupportedError for what is matched and cannot leave Python.
+    """
+    values = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    inputs = in_dynamos_form(gm, values)
+    with facts_known(gm):
+        match(gm, options.in_model(model), report, inputs)
+        read_buffers(gm)
+        supplied = use_workspaces(gm, inputs, True, report)
+    for node in _nodes(gm):
+        if is_te(node.target) and "grouped" in str(node.target):
+            raise UnsupportedError(
+                f"te_dynamo.export: experts ({module_path(node)!r}, {source_line(node)}) are multiplied by groups whose sizes are data, which no "
+                "exported graph holds: leave them in the model's precision by rules=[(path, None)]"
+            )
+    report.workspaces = [dataclasses.replace(record, kept="in the program") for record in report.workspaces]
+    workspaces = [] if supplied is None else supplied.workspaces
+    in_exports_form(gm, values, [buffer for w in workspaces for buffer in make_buffers(w, inputs).values()])
 
 
 def _nodes(gm: GraphModule) -> Iterator[Node]:
@@ -350,6 +377,10 @@ def _compile_eager(gm: GraphModule, example_inputs: Sequence[Any], compilation: 
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
+    if torch._functorch.config.bundled_autograd_cache:
+        raise UnsupportedError(
+            'te_dynamo: graphs that run as they are, under codegen="eager", cannot be saved by aot_compile: use codegen="inductor"'
+        )
     leaving = sm_margin(compilation.options.sm_margin)  # backward compiles and runs on a thread of its own
 
     returned = {"backward": 0}  # how many results of a graph are the caller's; in inference all

@@ -1,22 +1,28 @@
 """`te_dynamo.compile`: torch.compile(model, backend="te") whose options have types, and whose mistakes show where they are made.
-`te_dynamo.set_recipe`: another recipe from a step on.
+`te_dynamo.set_recipe`: another recipe from a step on. `te_dynamo.export`: a model for a process without te_dynamo.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from te_dynamo.errors import InputError
+from te_dynamo.errors import InputError, TeError, UnsupportedError
 from te_dynamo.options import OWN, UNSET, Options, names_near_keywords
 from te_dynamo.recipe import Recipe
 
-__all__ = ["compile", "set_recipe"]
+if TYPE_CHECKING:
+    from te_dynamo.inspect.explain import Explanation
+    from te_dynamo.report import Report
+
+__all__ = ["Exported", "compile", "export", "set_recipe"]
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
@@ -110,3 +116,108 @@ def set_recipe(
             chosen.kwargs = {"options": options}
             had.append(chosen)
         holder._torchdynamo_orig_backend = chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What `export` made.
+
+    program:     of torch's operations alone: torch.export.save writes it, program.module() runs it.
+    explanation: a record for each linear, as `explain` gives them.
+    path:        the package, None where none was asked for.
+    """
+
+    program: torch.export.ExportedProgram
+    explanation: Explanation
+    path: str | None
+
+
+def export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    path: str | Path | None = None,
+    dynamic_shapes: Any = None,
+    recipe: str | Recipe | None = UNSET,
+    rules: Sequence[tuple[str, str | Recipe | None]] = UNSET,
+    inductor: Mapping[str, Any] | None = None,
+) -> Exported:
+    """The model for a process that has torch and no te_dynamo: linears in their recipes as operations of torch, their weights as codes.
+
+    model:          in eval mode; frozen, from `load_checkpoint`, or with weights in high precision, which are quantized here.
+    args, kwargs:   example inputs of a call.
+    path:           of the AOTInductor package (".pt2") to write, which torch._inductor.aoti_load_package loads; None writes none.
+    dynamic_shapes: as for torch.export.export.
+    recipe, rules:  as for te_dynamo.compile. What they leave, and what cannot be quantized, stays in the model's precision.
+    inductor:       options of Inductor for the package.
+
+    Activations are quantized with the bits that a compiled model's have; products are torch._scaled_mm, of blocks, MXFP8 and NVFP4 of
+    dequantized codes. No kernel of te_dynamo's goes into a package.
+
+    Raises InputError for a model in training mode, UnsupportedError for what torch.export does not trace, DTensors and a mixture's experts.
+    """
+    from te_dynamo.inspect.explain import Explanation
+    from te_dynamo.inspect.target import options_and_mode, unwrap
+
+    target, given = unwrap(model)
+    options = Options.parse(options_and_mode(given, None, None, recipe, rules))
+    _check_leaves(target, args, kwargs)
+    program, report = _program(target, (args, dict(kwargs or {}), dynamic_shapes), options)
+    explanation = Explanation([report], [], model=type(target).__name__)
+    if path is None:
+        return Exported(program, explanation, None)
+    # Casts round, as they do where each operation runs by itself.
+    chosen = {"emulate_precision_casts": True, **dict(options.inductor), **(inductor or {})}
+    written = torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=chosen)
+    return Exported(program, explanation, written)
+
+
+def _program(model: Any, call: Any, options: Options) -> tuple[torch.export.ExportedProgram, Report]:
+    """call: what torch.export.export takes behind the model."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    from te_dynamo.backend import exported_graph
+    from te_dynamo.dialect.define import leaving
+    from te_dynamo.lowering.aten import decompositions
+    from te_dynamo.report import Report
+
+    report, token = Report(), leaving.set(True)
+    try:
+        with torch.no_grad():
+            graph = _trace(model, *call).module()
+            exported_graph(graph, model, options, report)
+            return _trace(graph, *call).run_decompositions(decompositions()), report
+    except RestartAnalysis:  # a dropped weight with another reader has its values again
+        return _program(model, call, options)
+    finally:
+        leaving.reset(token)
+
+
+def _trace(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> torch.export.ExportedProgram:
+    try:
+        return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    except TeError:
+        raise
+    except Exception as error:
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UnsupportedError(
+            f"te_dynamo.export: torch.export does not trace {type(model).__name__}: {line}"
+        ) from error
+
+
+def _check_leaves(model: Any, args: Any, kwargs: Any) -> None:
+    from te_dynamo.inspect.target import tensors_in
+
+    if not isinstance(model, nn.Module):
+        raise InputError(f"te_dynamo.export: expected a torch.nn.Module, got {type(model).__name__}")
+    if model.training:
+        raise InputError(
+            f"te_dynamo.export: {type(model).__name__} is in training mode, and a package runs inference: call model.eval() first"
+        )
+    named = [*model.named_parameters(), *model.named_buffers(), *(("an input", x) for x in tensors_in((args, kwargs)))]
+    for name, tensor in named:
+        if type(tensor).__module__.startswith("torch.distributed"):
+            raise UnsupportedError(
+                f"te_dynamo.export: {name!r} is a {type(tensor).__name__}, and a package runs in one process: export the model before it is distributed"
+            )

@@ -59,7 +59,7 @@ class WorkspaceRecord:
     weight:    its name, or the names of those that are one stack.
     quantizer: how it is held, "e4m3[row]".
     nbytes:    what it takes.
-    kept:      "for a step", "frozen", or "in place of its values" of a frozen weight that was dropped.
+    kept:      "for a step", "frozen", "in place of its values" of a frozen weight that was dropped, or "in the program" that was exported.
     """
 
     weight: str

@@ -70,6 +70,16 @@ def _values(x: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
     return x.codes.float(), None if x.scaling in ("tensor", "row") else scales_of_rows(x)
 
 
+def dequantized(x: Operand) -> torch.Tensor:
+    """fp32 [rows, K] by all scales but the tensors' own of NVFP4 (`tensors_scale`)."""
+    values, scales = _values(x)
+    if x.scaling == "row":
+        return values * x.scale_inv[:, None]
+    if scales is None:
+        return values * x.scale_inv if x.scaling == "tensor" else values
+    return values * scales.repeat_interleave(BLOCK, dim=1)[:, : values.shape[1]]
+
+
 def _product(r: Request, a: Any, b: Any, piece: _Piece) -> torch.Tensor:
     (a_values, a_scales), (b_values, b_scales) = a, b
     left, right = a_values[piece.a], b_values[piece.b]
@@ -109,7 +119,7 @@ def scales_of_rows(x: Operand) -> torch.Tensor:
         return torch.where(codes == 255, 0x7FC00000, bits).view(torch.float32)
     if x.scaling == "128x128":
         return scale_inv[:, :blocks].repeat_interleave(BLOCK, dim=0)[:rows]
-    return scale_inv[:, :rows].t()
+    return scale_inv.t().contiguous()[:rows]  # contiguous for every M: one that is symbolic is fixed by no view
 
 
 def tensors_scale(a_amax: torch.Tensor, b_amax: torch.Tensor) -> torch.Tensor:

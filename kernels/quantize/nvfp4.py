@@ -216,6 +216,14 @@ def hadamard_reference(matrix: torch.Tensor, inverse: bool = False) -> torch.Ten
 # --- reference: dequantize, GEMM ----------------------------------------------------------------------------
 
 
+def _e2m1_values(codes: torch.Tensor) -> torch.Tensor:
+    """The fp32 values of int32 codes: a sign, two bits of exponent, one of mantissa. No table: te_dynamo.export traces it, constants it cannot."""
+    exponent, mantissa = (codes >> 1) & 3, codes & 1
+    normal = ((exponent + 126) << 23 | mantissa << 22).view(torch.float32)
+    magnitude = torch.where(exponent == 0, mantissa * 0.5, normal)
+    return torch.where(codes < 8, magnitude, -magnitude)
+
+
 def dequantize_nvfp4_reference(
     data: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor | None, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -226,10 +234,9 @@ def dequantize_nvfp4_reference(
     """
     rows = data.shape[0]
     codes = torch.stack([data & 15, data >> 4], dim=-1).flatten(1).to(torch.int32)
-    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=data.device)
     blocks = codes.shape[1] // BLOCK
     scale = plain_scales(scale_inv)[:rows, :blocks].view(torch.float8_e4m3fn).to(torch.float32)
-    value = (table[codes].reshape(rows, blocks, BLOCK) * scale[:, :, None]).flatten(1)[:, :columns]
+    value = (_e2m1_values(codes).reshape(rows, blocks, BLOCK) * scale[:, :, None]).flatten(1)[:, :columns]
     if amax is not None:
         value = value * (amax / torch.full_like(amax, TENSOR_MAX))
     return value.to(dtype).contiguous()

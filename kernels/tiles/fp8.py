@@ -248,9 +248,11 @@ def store_quantized_tile(
 def zero_padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """x at the upper left of zero bytes [rows, columns]; contiguous. float8 travels as integers: torch fills no float8."""
     integers = x.view(torch.uint8) if x.element_size() == 1 else x
-    result = integers.new_zeros(rows, columns)
-    result[: x.shape[0], : x.shape[1]] = integers
-    return result.view(x.dtype)
+    zeros = integers.new_zeros(
+        rows, columns
+    )  # written by no assignment and F.pad: te_dynamo.export takes neither with symbolic sizes
+    upper = zeros[: x.shape[0]].slice_scatter(integers, 1, 0, x.shape[1])
+    return zeros.slice_scatter(upper, 0, 0, x.shape[0]).view(x.dtype)
 
 
 PROGRAMS_PER_MULTIPROCESSOR = 8

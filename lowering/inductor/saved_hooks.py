@@ -28,6 +28,7 @@ def saves_bytes(compiled: Callable[..., Any]) -> Callable[..., Any]:
         with saved_tensors_hooks(*_on_bytes(*hooks)):
             return compiled(*args)
 
+    call.serialize = getattr(compiled, "serialize", None)  # type: ignore[attr-defined]  # for torch's aot_compile
     return call
 
 

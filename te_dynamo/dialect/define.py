@@ -10,6 +10,7 @@ The decorated function's signature is the schema and its body the fake. `referen
 and compiled runs launch the same kernels.
 """
 
+import contextvars
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,14 @@ KERNELS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 REFERENCE_ONLY: set[torch._ops.OpOverload] = set()
 """Operations without a kernel of their own: aten operations that Inductor compiles wherever they run."""
+
+
+REFERENCES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+"""Each operation in operations of torch: what `te_dynamo.export` writes in its place."""
+
+
+leaving: contextvars.ContextVar[bool] = contextvars.ContextVar("te_dynamo_leaving", default=False)
+"""Whether `te_dynamo.export` traces, which takes our operations out again."""
 
 
 _DIRECT: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
@@ -52,7 +61,7 @@ def te_op(
 ) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
     """Decorator: registers `te::<function name>` and returns its overload.
 
-    Tracing it by torch.export raises UnsupportedError.
+    Tracing it by torch.export raises UnsupportedError, but for te_dynamo.export.
 
     reference: plain PyTorch, any device; must not return an input. A result with other strides than the fake's is copied.
     kernel: the Triton launcher (CUDA of compute capability 9.0 or newer); None where the operation has no kernel of its own
@@ -74,7 +83,7 @@ def te_op(
             backward or functools.partial(_refuse_double_backward, name), setup_context=setup_context
         )
         overload = definition._opoverload
-        KERNELS[overload], _DIRECT[overload] = kernel or reference, run
+        KERNELS[overload], REFERENCES[overload], _DIRECT[overload] = kernel or reference, called, run
         if kernel is None:
             REFERENCE_ONLY.add(overload)
         return overload
@@ -87,10 +96,11 @@ def _not_exported(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fake)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() and not leaving.get():
             raise UnsupportedError(
-                f"{name} cannot be exported: torch.export.save and AOTInductor do not keep the values that say how it quantizes. Export "
-                "the model with modules of torch.nn in place of te_dynamo's, and compile what is loaded: torch.compile("
+                f"{name} cannot be exported: torch.export.save and AOTInductor do not keep the values that say how it quantizes. "
+                "te_dynamo.export(model, args) writes torch's operations in its place. Or export the model with modules of torch.nn in place of "
+                "te_dynamo's, and compile what is loaded: torch.compile("
                 'torch.export.load(path).module(), backend="te")'
             )
         return fake(*args, **kwargs)

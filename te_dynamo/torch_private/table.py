@@ -21,6 +21,7 @@ DOCUMENTED = (
     "torch._dynamo.register_backend",
     "torch._dynamo.backends.common.aot_autograd",
     "torch._functorch.config",
+    "torch._inductor.aoti_compile_and_package",
     "torch._inductor.config",
     "torch._inductor.list_mode_options",
     "torch._inductor.list_options",
@@ -108,6 +109,11 @@ FAKE_CUDA = Private(
         "torch._dynamo.trace_rules.get_torch_obj_rule_map", "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers",
     ),
 )
+AOT_COMPILE = Private(
+    "torch._dynamo.aot_compile_types.SerializableCallable", "te_dynamo/weights/saved_supply.py",
+    "aot_compile saves a compiled graph whose weights are frozen", "aot_compile of such models, which torch refuses then",
+    needs=("torch._dynamo.aot_compile_types.BundledAOTAutogradSerializableCallable",),
+)
 ARTIFACT = Private(
     "torch._logging.trace_structured", "te_dynamo/torch_private/tracing.py",
     "tlparse shows decisions, fusions and the graph after each stage", "our artifacts in torch's trace",
@@ -162,7 +168,7 @@ TABLE = (
         last=(2, 12),
     ),
     # Used, and done without where they are gone.
-    PTXAS, AHEAD, ARTIFACT, TIMED, PROFILED, DYNAMO_STATE, SAVED_HOOKS, RECOMPILATION, UNSEEN_WRITES, FAKE_CUDA,
+    PTXAS, AHEAD, AOT_COMPILE, ARTIFACT, TIMED, PROFILED, DYNAMO_STATE, SAVED_HOOKS, RECOMPILATION, UNSEEN_WRITES, FAKE_CUDA,
     Private(
         "torch._C._get_sm_carveout_experimental", "te_dynamo/_compat.py",
         "products leave as many multiprocessors to other kernels as torch's own do",
@@ -178,7 +184,7 @@ TABLE = (
     # Used, and nothing compiles without. Calls of Dynamo and AOTAutograd:
     Private("torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing", "te_dynamo/backend.py",
             "a checkpoint around the model must not count what matching saves"),
-    Private("torch._dynamo.exc.RestartAnalysis", "te_dynamo/backend.py", "Dynamo's wish to trace again is passed on"),
+    Private("torch._dynamo.exc.RestartAnalysis", "te_dynamo/backend.py, te_dynamo/entry.py", "Dynamo's wish to trace again is passed on"),
     Private("torch._dynamo.exc.TensorifyScalarRestartAnalysis", "passes/torch_ir/workspaces.py",
             "Dynamo traces again when a dropped weight has got its values back"),
     Private("torch._dynamo.guards.install_guard", "passes/torch_ir/match/root.py",
@@ -278,7 +284,7 @@ TABLE = (
     Private("torch.utils._python_dispatch._get_current_dispatch_mode", "kernels/runtime/launch.py",
             "whether a launch is recorded",
             needs=("torch.utils._python_dispatch._get_current_dispatch_mode_stack",)),
-    Private("torch._scaled_mm", "kernels/gemm/cublaslt.py", "cuBLASLt's product"),
+    Private("torch._scaled_mm", "kernels/gemm/cublaslt.py, lowering/aten.py", "cuBLASLt's product, and that of a program which leaves Python"),
     Private("triton.experimental.gluon._runtime.GluonASTSource", "kernels/runtime",
             "Gluon kernels are compiled for any GPU",
             "tests and benchmarks of compiled kernels"),

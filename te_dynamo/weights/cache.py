@@ -240,9 +240,9 @@ class WeightSupply:
         check: bool,
     ) -> None:
         tell_of_unseen_writes(_memory_was_written)
-        self._compiled, self._workspaces = compiled, tuple(workspaces)
-        self._kept = _taker(kept)
-        self._by_step, self._check = by_step, check
+        self.compiled, self.kept, self.workspaces = compiled, tuple(kept), tuple(workspaces)
+        self.by_step, self.check = by_step, check
+        self._taken = _taker(kept)
         self._first = workspaces[0].positions[0]
         # Layers of one class share a graph: a bundle for each, by its first weight.
         self._bundles: dict[int, _Bundle] = {}
@@ -254,22 +254,22 @@ class WeightSupply:
         if bundle is None or tensors is None:
             tensors = self._renew(args)
         else:
-            if self._check:
+            if self.check:
                 self._compare(args, tensors)
             if first.is_cuda:
                 tensors = self._on_this_stream(args, bundle, tensors)
-        return self._compiled(*self._kept(args), *tensors)
+        return self.compiled(*self._taken(args), *tensors)
 
     def _renew(self, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Quantizes what is out of date; remembers the result if all of it may be kept."""
         with lock, torch.inference_mode(False), torch.no_grad():
-            if not all(self._may_keep([args[p] for p in w.positions]) for w in self._workspaces):
-                return tuple(buffer for w in self._workspaces for buffer in make_buffers(w, args).values())
-            for weight in (args[p] for w in self._workspaces for p in w.positions):
+            if not all(self._may_keep([args[p] for p in w.positions]) for w in self.workspaces):
+                return tuple(buffer for w in self.workspaces for buffer in make_buffers(w, args).values())
+            for weight in (args[p] for w in self.workspaces for p in w.positions):
                 end_own_load(weight, dequantized)
             held = _Held((), [], [])
             tensors: list[torch.Tensor] = []
-            for workspace in self._workspaces:
+            for workspace in self.workspaces:
                 entry = _up_to_date([args[p] for p in workspace.positions], workspace, args)
                 held.entries.append(entry)
                 tensors += [entry.buffers[name] for name in workspace.quantizer.buffer_names()]
@@ -297,10 +297,10 @@ class WeightSupply:
             return False
         if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return False  # what is made here exists when the CUDA graph is replayed, not before
-        return self._by_step or all(weight in FROZEN for weight in weights)
+        return self.by_step or all(weight in FROZEN for weight in weights)
 
     def _release_sources(self, args: Sequence[Any]) -> None:
-        for workspace in self._workspaces:
+        for workspace in self.workspaces:
             for position in workspace.positions:
                 if is_dropped(args[position]):
                     FROZEN[args[position]].source = None
@@ -311,10 +311,10 @@ class WeightSupply:
         """The buffers, once the work that made them on another stream is ordered before this one's."""
         stream = torch.cuda.current_stream(args[self._first].device)
         capturing = torch.cuda.is_current_stream_capturing()
-        if capturing and self._by_step:
+        if capturing and self.by_step:
             # A replay compares nothing: the CUDA graph has to quantize what is not frozen.
             with torch.no_grad():
-                return tuple(buffer for w in self._workspaces for buffer in make_buffers(w, args).values())
+                return tuple(buffer for w in self.workspaces for buffer in make_buffers(w, args).values())
         if stream.cuda_stream not in bundle.streams and not capturing:
             stream.wait_event(bundle.ready)
             for tensor in tensors:
@@ -324,7 +324,7 @@ class WeightSupply:
 
     def _compare(self, args: Sequence[Any], tensors: tuple[torch.Tensor, ...]) -> None:
         held = iter(tensors)
-        for workspace in self._workspaces:
+        for workspace in self.workspaces:
             if any(is_dropped(args[position]) for position in workspace.positions):
                 for _ in workspace.quantizer.buffer_names():
                     next(held)
