@@ -75,16 +75,8 @@ def _gated_backward_in_place(node: Node) -> Callable[..., list[torch.Tensor]] | 
     return run if rows_alone and fits and may_be_overwritten(dy, node) else None
 
 
-def _run_stacked(
-    dy: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    kind: str,
-    quantizer: Quantizer,
-    keep_output: bool,
-    stacked: bool,
-) -> list[torch.Tensor]:
-    return _run_halves(dy, gate, up, kind, quantizer, keep_output, None)
+def _run_stacked(*arguments: Any) -> list[torch.Tensor]:
+    return _run_halves(*arguments[:6], None)
 
 
 def _run_halves(

@@ -15,38 +15,49 @@ from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
 
-class Activation(SavesAll, abstract=True):
-    """y = f(x), element by element. Saves x. Arithmetic in fp32, rounded once to x's dtype."""
+class FunctionOfInput(SavesAll, abstract=True):
+    """y = f of x alone. Saves x. Arithmetic in fp32, rounded once to x's dtype."""
 
     name: ClassVar[str]
 
     def kind(self) -> str:
-        """What te.activation calls f: the class's `name`, unless a setting decides."""
+        """What its te operation calls f: the class's `name`, unless a setting decides."""
         return self.name
 
     def call(self, x: torch.Tensor, params: types.Params) -> types.TeCall:
-        """f(x)."""
-        return activation, (x.contiguous(), self.kind())
+        """y of x."""
+        raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """f(x)."""
+        """y of x."""
         function, arguments = self.call(x, ())
         return function(*arguments)
 
     def backward(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """dx of x, contiguous."""
+        raise NotImplementedError
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
+        (x,) = ctx.saved_tensors
+        assert x is not None
+        return self.backward(grad_output, x.contiguous()), ()
+
+
+class Activation(FunctionOfInput, abstract=True):
+    """y = f(x), element by element."""
+
+    def call(self, x: torch.Tensor, params: types.Params) -> types.TeCall:
+        return activation, (x.contiguous(), self.kind())
+
+    def backward(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dy * f'(x)."""
-        return activation_backward(dy.contiguous(), x.contiguous(), self.kind())
+        return activation_backward(dy.contiguous(), x, self.kind())
 
     def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         return self.forward(input), [input]
 
     def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         return TensorProto(input.shape, input.dtype, device=input.device), [input]
-
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
-        (x,) = ctx.saved_tensors
-        assert x is not None
-        return self.backward(grad_output, x), ()
 
 
 class GELU(Activation):

@@ -6,37 +6,23 @@ with the second half).
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from te_dynamo.dialect.gated import gated, gated_backward
 from te_dynamo.errors import InputError
 from te_dynamo.operations import types
-from te_dynamo.operations.basic.activation import gelu_kind
-from te_dynamo.operations.context import OperationContext
+from te_dynamo.operations.basic.activation import FunctionOfInput, gelu_kind
 from te_dynamo.operations.op import BasicOperation
-from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
 
-class Gated(SavesAll, abstract=True):
-    """y = f(a) * b, x = [a, b] along the last dimension. Saves x. Arithmetic in fp32, rounded once to x's dtype."""
-
-    name: ClassVar[str]
-
-    def kind(self) -> str:
-        """What te.gated calls f: the class's `name`, unless a setting decides."""
-        return self.name
+class Gated(FunctionOfInput, abstract=True):
+    """y = f(a) * b, x = [a, b] along the last dimension."""
 
     def call(self, x: torch.Tensor, params: types.Params) -> types.TeCall:
-        """y of x."""
         return gated, (*x.chunk(2, -1), self.kind())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """y of x."""
-        function, arguments = self.call(x, ())
-        return function(*arguments)
 
     def backward(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dx = [dy * b * f'(a), dy * f(a)]."""
@@ -48,11 +34,6 @@ class Gated(SavesAll, abstract=True):
 
     def op_forward_fake(self, input: TensorProto, params: types.Protos, **_: Any) -> types.Fake:
         return TensorProto(half_of(self, input.shape), input.dtype, device=input.device), [input]
-
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> types.Backward:
-        (x,) = ctx.saved_tensors
-        assert x is not None
-        return self.backward(grad_output, x.contiguous()), ()
 
 
 def half_of(op: BasicOperation, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -25,7 +25,8 @@ SPILLS = {("sm_120a", "blocks 1x128 of any scale, rows and columns, ragged"): 29
 """Bytes a thread, where there are any: docs/targets.md."""
 
 DIFFER_BY_SEED = ("b200", "gb300", "thor")
-"""Triton writes one of several machine codes, of as many instructions, by Python's hash seed: seen of a product for 10.0."""
+"""Of them Triton writes one of several machine codes, of as many instructions, by Python's hash seed. They are compared again once
+benchmarks/targets.py, which fixes the seed now, has recorded them."""
 
 GROUPED_MXFP8 = {"", "tcgen05.mma mxf8f6f4", "wgmma k16 bf16", "mma.sync k16 bf16"}
 """Of experts in MXFP8: by tensor cores that apply scales of blocks, else in bf16."""
@@ -33,7 +34,7 @@ GROUPED_MXFP8 = {"", "tcgen05.mma mxf8f6f4", "wgmma k16 bf16", "mma.sync k16 bf1
 
 def check(name: str, importer: Importer, wanted: str = "") -> None:
     targets = importer("targets")
-    rows = targets.compiled(name, wanted)
+    rows = next(targets.compiled_apart([name], wanted)) if name in DIFFER_BY_SEED else targets.compiled(name, wanted)
     assert rows
     for row in rows:
         assert not row.error, row
