@@ -82,12 +82,14 @@ def attributes_of_ours(sources: Iterable[str]) -> set[str]:
     return found
 
 
-OURS = attributes_of_ours(FILES.values()) | {"_scale_inv"}  # a QuantizedTensor's, set by its name
+@functools.cache
+def ours() -> set[str]:
+    return attributes_of_ours(FILES.values()) | {"_scale_inv"}  # a QuantizedTensor's, set by its name
+
+
 SHARED = {"_buffers", "_version"}
 """What torch's objects have too."""
 
-TOUCHED = {file: touched(source, OURS - SHARED) for file, source in FILES.items()}
-nodes_of.cache_clear()  # some hundred thousand
 NAMES = {name: row for row in TABLE for name in row.names}
 
 
@@ -103,13 +105,17 @@ def is_on_the_way(name: str) -> bool:
     return any(known.startswith(f"{name}.") for known in NAMES)
 
 
-@pytest.mark.parametrize("file", [file for file, names in TOUCHED.items() if names])
-def test_each_private_name_has_a_row_that_says_where_it_is_touched(file: str) -> None:
-    unknown = sorted(name for name in TOUCHED[file] if not known_as(name) and not is_on_the_way(name))
-    assert not unknown, f"{file} touches {unknown}: te_dynamo/torch_private/table.py has no row of them"
-    rows = [NAMES[known] for known in map(known_as, TOUCHED[file]) if known in NAMES]
-    elsewhere = [row.name for row in rows if not file.startswith(tuple(row.owner.split(", ")))]
-    assert not elsewhere, f"{file} touches {elsewhere}, whose rows name other files"
+def test_each_private_name_has_a_row_that_says_where_it_is_touched() -> None:
+    wrong = {}
+    for file, source in FILES.items():
+        names = touched(source, ours() - SHARED)
+        unknown = sorted(name for name in names if not known_as(name) and not is_on_the_way(name))
+        rows = [NAMES[known] for known in map(known_as, names) if known in NAMES]
+        elsewhere = [row.name for row in rows if not file.startswith(tuple(row.owner.split(", ")))]
+        if unknown or elsewhere:
+            wrong[file] = f"no row of {unknown}; rows of {elsewhere} name other files"
+    nodes_of.cache_clear()  # some hundred thousand
+    assert not wrong, "te_dynamo/torch_private/table.py names what each file touches"
 
 
 CONSTANTS = {id(value): name for name, value in vars(table).items() if isinstance(value, Private)}
@@ -148,7 +154,7 @@ def test_this_release_has_it(row: Private) -> None:
     ],
 )
 def test_a_private_name_is_found(source: str, name: str) -> None:
-    assert name in touched(source, OURS) and not known_as(name) and not is_on_the_way(name)
+    assert name in touched(source, ours()) and not known_as(name) and not is_on_the_way(name)
 
 
 def test_what_is_documented_or_ours_is_none() -> None:
