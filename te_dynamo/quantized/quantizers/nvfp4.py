@@ -52,6 +52,9 @@ class NVFP4Quantizer(Quantizer):
     def scaling(self) -> Literal["1x16"]:
         return "1x16"
 
+    def recipe(self) -> tuple[str, dict[str, Any]]:
+        return "nvfp4", {"weight_block_dims": self.block_dims}
+
     def needs_random(self) -> bool:
         return self.stochastic_rounding
 
