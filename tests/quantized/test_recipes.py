@@ -107,7 +107,13 @@ def test_a_recipe_is_a_frozen_value(cls: type[Recipe]) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", [*(cls() for cls in ALL), Float8BlockScaling(weight_block_dims=1), MXFP8BlockScaling(scale_block=128)]
+    "recipe",
+    [
+        *(cls() for cls in ALL),
+        Float8BlockScaling(weight_block_dims=1),
+        MXFP8BlockScaling(scale_block=128, weight_block_dims=2),
+        NVFP4BlockScaling(weight_block_dims=1),
+    ],
 )
 def test_a_weight_is_held_as_the_recipe_of_its_quantizer_holds_it(recipe: Recipe) -> None:
     held = recipe.weight_quantizer()

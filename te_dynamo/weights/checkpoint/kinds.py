@@ -195,9 +195,8 @@ def kind_of(quantizer: Quantizer) -> str:
     unusual = {"fp8_format": "e5m2", "swizzled": True, "rowwise": False}
     if any(getattr(quantizer, name, None) == value for name, value in unusual.items()):
         return ""
-    if isinstance(quantizer, Float8BlockQuantizer) and quantizer.block_dims == 1:
-        return ""
-    return _KIND_OF.get(type(quantizer), "")
+    kind = _KIND_OF.get(type(quantizer), "")
+    return "" if kind and KINDS[kind].block[0] > quantizer.rows_of_a_scale() else kind
 
 
 def check_scale(scale: Tensor, name: str) -> bool:
