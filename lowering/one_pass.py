@@ -71,6 +71,7 @@ def _scales(node: Node) -> int:
 
 def _guesses(node: Node) -> bool:
     quantizer = next(argument for argument in node.args if isinstance(argument, Quantizer))
+    assert isinstance(quantizer, Quantizer)  # for mypy: torch's Argument does not know it
     read: list[Any] = [x.meta["val"] for x in node.all_input_nodes]
     if not (quantizer.one_pass and availability.kernels_available(read[0].device).ok):
         return False
