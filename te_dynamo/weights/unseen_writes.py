@@ -54,14 +54,16 @@ def tell_of_unseen_writes(written: Written) -> None:
 def silent_operators(known: set[str]) -> list[str]:
     """The operators that may write a weight and raise no counter, by qualified name ("aten::_fused_sgd_.tensor_lr").
 
-    known: names that were looked at before, which all are afterwards.
+    known: names that were looked at before, which all that have a schema are afterwards.
     """
     names = set(torch._C._dispatch_get_all_op_names()) - known
-    known |= names
-    return sorted(filter(_is_silent, names))
+    silent = {name: _is_silent(name) for name in names}
+    known |= {name for name, verdict in silent.items() if verdict is not None}
+    return sorted(name for name, verdict in silent.items() if verdict)
 
 
-def _is_silent(name: str) -> bool:
+def _is_silent(name: str) -> bool | None:
+    """None of a name that has kernels, and no schema so far: nothing can call it."""
     namespace, _, operator = name.partition("::")
     if namespace in _WRITES_NO_WEIGHT or (namespace == "aten" and not operator.startswith("_fused_")):
         return (
@@ -72,12 +74,17 @@ def _is_silent(name: str) -> bool:
         for key in ("CompositeImplicitAutograd", "ADInplaceOrView")
     ):
         return False
-    return any(_is_written(argument) for argument in _schema(name).arguments)
+    schema = _schema(name)
+    return schema and any(_is_written(argument) for argument in schema.arguments)
 
 
 def _schema(name: str) -> Any:
+    """None where it has none."""
     operator, _, overload = name.partition(".")
-    return torch._C._get_schema(operator, overload)
+    try:
+        return torch._C._get_schema(operator, overload)
+    except RuntimeError:
+        return None
 
 
 def _is_written(argument: Any) -> bool:

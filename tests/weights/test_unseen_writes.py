@@ -207,6 +207,15 @@ def test_every_operator_that_raises_no_counter_is_told_of_or_writes_no_weight() 
     assert not left, "raise no counter, or the sample arguments do not fit"
 
 
+def test_an_operator_with_a_kernel_and_no_schema_is_looked_at_again() -> None:
+    name, known = "te_dynamo_tests::written_later", set()
+    library = torch.library.Library("te_dynamo_tests", "FRAGMENT")
+    library.impl("written_later", lambda x: x.zero_(), "CPU")
+    assert name not in unseen_writes.silent_operators(known) and name not in known
+    library.define("written_later(Tensor(a!) x) -> Tensor(a!)")
+    assert name in unseen_writes.silent_operators(known) and name in known
+
+
 def writes_in_silence(name: str) -> bool:
     """Whether it writes an argument and torch has no kernel for it where counters are raised."""
     if name in TOLD or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
