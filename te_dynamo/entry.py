@@ -132,6 +132,7 @@ class Exported:
     path: str | None
 
 
+@names_near_keywords
 def export(
     model: nn.Module,
     args: tuple[Any, ...],

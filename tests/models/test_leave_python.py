@@ -53,6 +53,7 @@ def operations(exported: te_dynamo.Exported) -> set[str]:
     return {str(node.target) for node in exported.program.graph.nodes if node.op == "call_function"}
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_program_gives_what_the_compiled_model_gives(recipe: str) -> None:
     model, x = block(), rows()
@@ -66,6 +67,7 @@ def test_a_program_gives_what_the_compiled_model_gives(recipe: str) -> None:
         assert_close(exported.program.module()(x), compiled(model, x, recipe=recipe))
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_are_codes(recipe: str) -> None:
     program = te_dynamo.export(block(), (rows(),), recipe=recipe).program
@@ -167,7 +169,6 @@ def test_a_program_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.one_fast_case
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_package_runs_without_te_dynamo(recipe: str, tmp_path: Path) -> None:
     model, x = block(), rows()
