@@ -75,7 +75,7 @@ def _gated_backward_in_place(node: Node) -> Callable[..., list[torch.Tensor]] | 
 
 
 def _run_stacked(*arguments: Any) -> list[torch.Tensor]:
-    return _run_halves(*arguments[:6], None)
+    return _run_halves(*arguments[:-1], gate_first=None)
 
 
 def _run_halves(
