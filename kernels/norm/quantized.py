@@ -114,6 +114,7 @@ def _by_rows(
         launch_columns(_source(h, norm, mean, rstd, rounded_to), form, [held], maxima)
         quantized = list(held.values())
     else:
+        assert y is not None
         quantized = FORMATS[type(form)].kernel(y.to(rounded_to or of_h), form)
     statistics = [mean, rstd] if norm["LAYER"] else [rstd]
     return [*([] if residual is None else [h]), *([y] if keep_output else []), *statistics, *quantized]
