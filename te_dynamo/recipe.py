@@ -162,7 +162,8 @@ class Float8RowwiseScaling(_OneQuantizer):
     backward_format: of gradients, "e5m2" or "e4m3". Inputs and weights are e4m3.
     power_of_two_scales: round each scale down to a power of two.
     amax_epsilon: lower bound of a row's amax before the scale is computed.
-    fused_producers: norms, activations and their gradients write the rows. Off, as its time has not been measured.
+    fused_producers: norms, activations and their gradients write the rows, for 0.62 to 0.75 of the bytes beside the GEMMs. Off, as its time has
+        not been measured.
     """
 
     name: ClassVar[str] = "float8_rowwise"
