@@ -20,7 +20,7 @@ FORMS = {
         for name in ("float8_current_scaling", "float8_rowwise", "mxfp8", "nvfp4")
     },
 }
-CHAINS = [chain[:46] for chain in lineage(20)]
+CHAINS = lineage(12)
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +43,16 @@ def test_a_loaded_encoder_is_the_one_that_ran(model: Any, recipe: str, tmp_path:
 
 
 def test_neighbours_are_kept_as_compare_says(model: Any, tmp_path: Path) -> None:
-    """In the order of its SNRs: FP8 keeps nearly all, NVFP4 fewer."""
+    """Noise of the embeddings is in the order of its SNRs; FP8 keeps nearly all neighbours. benchmarks/encoder.py counts those of 100 chains."""
     with torch.no_grad():
         compared = te_dynamo.compare_recipes(
             model, input_ids=tokens_of(*CHAINS[:2]), recipes=["nvfp4", "float8_current_scaling"]
         ).comparisons
-    reference, shares = embeddings(model.bert, CHAINS), {}
+    reference, found = embeddings(model.bert, CHAINS), {}
     for recipe in compared:  # the most accurate first
         te_dynamo.save_checkpoint(model, tmp_path / recipe, "modelopt", recipe=recipe)
-        shares[recipe] = kept(reference, embedded(te_dynamo.load_checkpoint(untrained(), tmp_path / recipe)), 5)
+        found[recipe] = embedded(te_dynamo.load_checkpoint(untrained(), tmp_path / recipe))
     assert list(compared) == ["float8_current_scaling", "nvfp4"]
-    assert shares["float8_current_scaling"] > 0.9 and 0.5 < shares["nvfp4"] < shares["float8_current_scaling"]
+    fp8, nvfp4 = ((vectors - reference).norm() for vectors in found.values())
+    assert 2 * fp8 < nvfp4
+    assert kept(reference, found["float8_current_scaling"], 5) > 0.8 and kept(reference, found["nvfp4"], 5) > 0.5
