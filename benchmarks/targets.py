@@ -57,8 +57,11 @@ from te_dynamo.kernels.layouts.tensor import GroupedForm, TensorForm
 from te_dynamo.kernels.norm import add, modulate, norm
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize import float8_block, float8_rowwise, mxfp8, nvfp4, several, transpose
-from te_dynamo.kernels.quantize.grouped_rows import quantize_columns_of_groups, quantize_grouped_rows
-from te_dynamo.kernels.quantize.stacked_rows import quantize_stacked_rows
+from te_dynamo.kernels.quantize.rows_of_several import (
+    quantize_columns_of_groups,
+    quantize_grouped_rows,
+    quantize_stacked_rows,
+)
 from te_dynamo.kernels.runtime.availability import why_no_kernels
 from te_dynamo.kernels.runtime.launch import compiling_only
 from te_dynamo.kernels.runtime.target import TARGETS, Target, described

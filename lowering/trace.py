@@ -22,7 +22,7 @@ from te_dynamo.dialect.memory import is_view, written_by_inductor
 from te_dynamo.dialect.quantize import quantize, quantize_bias_grad, quantize_with_amax
 from te_dynamo.dialect.stacked import quantize_stacked, quantize_stacked_with_amaxes
 from te_dynamo.errors import LoweringError
-from te_dynamo.kernels.quantize.amax import amax_by_rows
+from te_dynamo.kernels.quantize.current import amax_by_rows
 from te_dynamo.lowering.in_place import launches_in_place
 from te_dynamo.quantized.quantizers import Quantizer
 

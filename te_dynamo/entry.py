@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from te_dynamo.errors import InputError
-from te_dynamo.options import OWN, UNSET, Options
+from te_dynamo.options import OWN, UNSET, Options, names_near_keywords
 from te_dynamo.recipe import Recipe
 
 __all__ = ["compile", "set_recipe"]
@@ -21,6 +21,7 @@ __all__ = ["compile", "set_recipe"]
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 
+@names_near_keywords
 def compile(
     model: Model,
     *,
@@ -68,6 +69,7 @@ _backends: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 """Those that a compiled model has had: Dynamo keeps what each has compiled."""
 
 
+@names_near_keywords
 def set_recipe(
     compiled: Callable[..., Any],
     recipe: str | Recipe | None = UNSET,

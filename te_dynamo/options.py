@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import inspect
 import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from torch import nn
 
@@ -20,7 +22,9 @@ from te_dynamo.recipe import Recipe
 from te_dynamo.rules.places import check, expression, has_places, lists_of
 from te_dynamo.user_code import paths_of
 
-__all__ = ["UNSET", "Options"]
+__all__ = ["UNSET", "Options", "names_near_keywords"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 UNSET: Any = object()
 """The default of a keyword whose option is then not given."""
@@ -273,3 +277,40 @@ def _name_of(wanted: Any) -> str:
     if origin is Literal:
         return " or ".join(map(repr, get_args(wanted)))
     return getattr(origin or wanted, "__name__", str(wanted))
+
+
+def names_near_keywords(function: Function) -> Function:
+    """`function`, which raises InvalidOptionError for a keyword that it lacks.
+
+    One with **kwargs calls the model, its first argument, with them: it raises for a keyword that nearly is its own and that the model
+    lacks, and warns where the model has **kwargs too.
+    """
+    ours = inspect.signature(function).parameters
+    own = [name for name, parameter in ours.items() if parameter.kind is parameter.KEYWORD_ONLY]
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        unknown = sorted(kwargs.keys() - ours.keys())
+        theirs = _parameters(args[0]) if unknown and args and _takes_any(ours) else {}
+        for name in unknown:
+            near = difflib.get_close_matches(name, own, n=1, cutoff=0.75)
+            if name in theirs or (_takes_any(ours) and not near):
+                continue
+            error = InvalidOptionError.unknown("keyword", name, own)
+            if not _takes_any(theirs):
+                raise error
+            warnings.warn(f"{error} The model is called with {name!r}", stacklevel=2)
+        return function(*args, **kwargs)
+
+    return cast(Function, checked)
+
+
+def _parameters(model: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters
+    except (TypeError, ValueError):  # of a callable without a signature nobody knows what it takes
+        return inspect.signature(lambda **kwargs: kwargs).parameters
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

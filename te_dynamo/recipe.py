@@ -16,7 +16,6 @@ from te_dynamo.errors import InvalidOptionError, QuantizationError
 from te_dynamo.quantized.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
-    Float8GroupedQuantizer,
     Float8RowwiseQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -285,18 +284,8 @@ _ALIASES = {
 
 def of_weight(quantizer: Quantizer) -> Recipe:
     """The recipe whose GEMMs multiply by a weight that is held so: activations are scaled as the weight is."""
-    if isinstance(quantizer, (Float8CurrentScalingQuantizer, Float8GroupedQuantizer)):
-        return Float8CurrentScaling(power_of_two_scales=quantizer.power_of_two_scale)
-    if isinstance(quantizer, Float8RowwiseQuantizer):
-        return Float8RowwiseScaling(power_of_two_scales=quantizer.power_of_two_scale)
-    if isinstance(quantizer, Float8BlockQuantizer):
-        return Float8BlockScaling(
-            weight_block_dims=quantizer.block_dims, power_of_two_scales=quantizer.power_of_two_scale
-        )
-    if isinstance(quantizer, MXFP8Quantizer):
-        return MXFP8BlockScaling(scale_block=quantizer.scale_block)
-    assert isinstance(quantizer, NVFP4Quantizer)
-    return NVFP4BlockScaling(two_d_weights=quantizer.two_d)
+    name, options = quantizer.recipe()
+    return _RECIPES[name](**options)
 
 
 def names() -> list[str]:

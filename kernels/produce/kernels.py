@@ -1,4 +1,4 @@
-"""The kernels of kernels/produce/produce.py: a tile of what sources.py makes, quantized by blocks of 128 or of 32, without a pass between."""
+"""The kernel of kernels/produce/produce.py: a tile of what sources.py makes, quantized by blocks of 128 or of 32, without a pass between."""
 
 from __future__ import annotations
 
@@ -11,16 +11,6 @@ from te_dynamo.kernels.tiles.block_words import high_value, low_value, quarter_r
 from te_dynamo.kernels.tiles.blocks import grouped_tile, widened_again
 from te_dynamo.kernels.tiles.fp8 import rounded
 
-_WRITES = {
-    "y": "KEEP_OUTPUT",
-    "sums": "SUMS",
-    **dict.fromkeys(("data", "scale_inv"), "ROWWISE"),
-    **dict.fromkeys(("transpose", "columnwise_scale_inv"), "COLUMNWISE"),
-    "second_y": lambda k: k.KEEP_OUTPUT and _has_second(k),
-    **dict.fromkeys(("second_data", "second_scale_inv"), lambda k: k.ROWWISE and _has_second(k)),
-    **dict.fromkeys(("second_transpose", "second_columnwise_scale_inv"), lambda k: k.COLUMNWISE and _has_second(k)),
-}
-
 
 def _has_second(k) -> bool:  # type: ignore[no-untyped-def]
     """Whether a launch writes two tensors."""
@@ -28,21 +18,13 @@ def _has_second(k) -> bool:  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def made_part(
-    given,
-    rows,
-    HOW: tl.constexpr,
-    ROUNDED_TO: tl.constexpr,
-    KEEP_OUTPUT: tl.constexpr,
-    COUNT: tl.constexpr,
-    PACKED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    AGAIN: tl.constexpr = False,
-):
+def made_part(given, rows, MADE: tl.constexpr, AGAIN: tl.constexpr = False):
     """(these rows of the tile, of the second gradient), rounded, as COUNT words or elements a row; written to y if they are kept.
 
-    Elements of both are more than a thread's registers: they are made for the first, and AGAIN for the second.
+    MADE: (HOW of sources.py, ROUNDED_TO, KEEP_OUTPUT, COUNT, PACKED, WHOLE). Elements of both are more than a thread's registers: they are
+    made for the first, and AGAIN for the second.
     """
+    HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, PACKED, WHOLE = MADE
     inputs, strides, place, y, second_y, first_place, second_place = given
     DTYPE: tl.constexpr = tl.bfloat16 if ROUNDED_TO == "bf16" else tl.float16 if ROUNDED_TO == "fp16" else tl.float32
     KEPT: tl.constexpr = y.dtype.element_ty if KEEP_OUTPUT else DTYPE
@@ -84,9 +66,69 @@ def store_sums(sums, pairs, row, column, K, HEIGHT: tl.constexpr, PACKED: tl.con
     tl.store(sums + tl.cast(row // HEIGHT, tl.int64) * K + columns, total, mask=columns < K)
 
 
-@writes(**_WRITES)
 @triton.jit
-def produce_blocks_kernel(
+def produce_block_tile(given, sums, first, second, MADE: tl.constexpr, FORM: tl.constexpr, SUMS: tl.constexpr):
+    """A tile in blocks of 128 (block_kernels.py), in quarters. first, second: (buffers, place) of the result, of the second gradient."""
+    HOW, _, _, COUNT, PACKED, WHOLE = MADE
+    _, _, _, _, _, _, _, ROWS = FORM
+    row, column, _, K = given[2]
+    x0, z0 = made_part(given, quarter_rows(0, ROWS), MADE)
+    x1, z1 = made_part(given, quarter_rows(1, ROWS), MADE)
+    x2, z2 = made_part(given, quarter_rows(2, ROWS), MADE)
+    x3, z3 = made_part(given, quarter_rows(3, ROWS), MADE)
+    if SUMS:
+        a0, b0 = column_pairs(x0, PACKED)
+        a1, b1 = column_pairs(x1, PACKED)
+        a2, b2 = column_pairs(x2, PACKED)
+        a3, b3 = column_pairs(x3, PACKED)
+        pairs = (a0 + a1) + (a2 + a3), (b0 + b1) + (b2 + b3)
+        store_sums(sums, pairs, row, column, K, ROWS, PACKED, COUNT)
+    quantize_block_tile((x0, x1, x2, x3), first[0], first[1], FORM, PACKED, WHOLE)
+    if HOW[0] == "gated_backward":
+        if not PACKED:
+            _, z0 = made_part(given, quarter_rows(0, ROWS), MADE, True)
+            _, z1 = made_part(given, quarter_rows(1, ROWS), MADE, True)
+            _, z2 = made_part(given, quarter_rows(2, ROWS), MADE, True)
+            _, z3 = made_part(given, quarter_rows(3, ROWS), MADE, True)
+        quantize_block_tile((z0, z1, z2, z3), second[0], second[1], FORM, PACKED, WHOLE)
+
+
+@triton.jit
+def produce_mxfp8_tile(given, sums, first, second, MADE: tl.constexpr, FORM: tl.constexpr, SUMS: tl.constexpr):
+    """The same in blocks of 32, or of 128 along rows alone (mxfp8_kernels.py), in halves of words; `transpose` is in the order of the result."""
+    HOW, _, _, COUNT, PACKED, WHOLE = MADE
+    _, _, _, _, _, BLOCK_M, _ = FORM
+    row, column, _, K = given[2]
+    if PACKED:
+        x0, z0 = made_part(given, half_rows(0, BLOCK_M), MADE)
+        x1, z1 = made_part(given, half_rows(1, BLOCK_M), MADE)
+        values, others = (x0, x1), (z0, z1)
+        a0, b0 = column_pairs(x0, True)
+        a1, b1 = column_pairs(x1, True)
+        pairs = a0 + a1, b0 + b1
+    else:
+        values, others = made_part(given, tl.arange(0, BLOCK_M), MADE)
+        pairs = column_pairs(values, False)
+    if SUMS:
+        store_sums(sums, pairs, row, column, K, BLOCK_M, PACKED, COUNT)
+    quantize_mxfp8_tile(values, first[0], first[1], FORM, PACKED, WHOLE)
+    if HOW[0] == "gated_backward":
+        if not PACKED:
+            _, others = made_part(given, tl.arange(0, BLOCK_M), MADE, True)
+        quantize_mxfp8_tile(others, second[0], second[1], FORM, PACKED, WHOLE)
+
+
+@writes(
+    y="KEEP_OUTPUT",
+    sums="SUMS",
+    **dict.fromkeys(("data", "scale_inv"), "ROWWISE"),
+    **dict.fromkeys(("transpose", "columnwise_scale_inv"), "COLUMNWISE"),
+    second_y=lambda k: k.KEEP_OUTPUT and _has_second(k),
+    **dict.fromkeys(("second_data", "second_scale_inv"), lambda k: k.ROWWISE and _has_second(k)),
+    **dict.fromkeys(("second_transpose", "second_columnwise_scale_inv"), lambda k: k.COLUMNWISE and _has_second(k)),
+)
+@triton.jit
+def produce_kernel(
     a,
     b,
     c,
@@ -126,138 +168,41 @@ def produce_blocks_kernel(
     POWER_OF_TWO: tl.constexpr,
     LARGEST: tl.constexpr,
     SCALING: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    PACKED: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """One tile a program, in blocks of 128 (block_kernels.py) of the result [M, K].
-
-    HALF: 0 or 1 where both gradients are halves of one tensor [M, 2K], the first this one, and K is whole tiles; -1 elsewhere.
-    """
-    row, column = grouped_tile(ROWS, GROUP_M)
-    if row >= M:
-        return
-    HOW: tl.constexpr = (SOURCE, KIND, LAYER, HAS_WEIGHT, HAS_BIAS, CAST_BEFORE_WEIGHT, ZERO_CENTERED, MODULATED)
-    COUNT: tl.constexpr = 64 if PACKED else 128
-    width = K if HALF == -1 else 2 * K
-    first_place = row, column + (K if HALF == 1 else 0), M, width
-    second_place = row, column + (K if HALF == 0 else 0), M, width
-    inputs, strides = (a, b, c, mean, rstd), (a_stride, b_stride, c_stride, rows_of_sample)
-    given = inputs, strides, (row, column, M, K), y, y if HALF != -1 else second_y, first_place, second_place
-    x0, z0 = made_part(given, quarter_rows(0, ROWS), HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, PACKED, WHOLE)
-    x1, z1 = made_part(given, quarter_rows(1, ROWS), HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, PACKED, WHOLE)
-    x2, z2 = made_part(given, quarter_rows(2, ROWS), HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, PACKED, WHOLE)
-    x3, z3 = made_part(given, quarter_rows(3, ROWS), HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, PACKED, WHOLE)
-    if SUMS:
-        a0, b0 = column_pairs(x0, PACKED)
-        a1, b1 = column_pairs(x1, PACKED)
-        a2, b2 = column_pairs(x2, PACKED)
-        a3, b3 = column_pairs(x3, PACKED)
-        pairs = (a0 + a1) + (a2 + a3), (b0 + b1) + (b2 + b3)
-        store_sums(sums, pairs, row, column, K, ROWS, PACKED, COUNT)
-    buffers = data, scale_inv, transpose, columnwise_scale_inv
-    quantize_block_tile(
-        *((x0, x1, x2, x3), buffers, first_place, SCALING, FMAX, EPS),
-        *(POWER_OF_TWO, LARGEST, ROWWISE, COLUMNWISE, ROWS, PACKED, WHOLE),
-    )
-    if SOURCE == "gated_backward":
-        if HALF == -1:
-            buffers = second_data, second_scale_inv, second_transpose, second_columnwise_scale_inv
-        if not PACKED:
-            _, z0 = made_part(given, quarter_rows(0, ROWS), HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, False, WHOLE, True)
-            _, z1 = made_part(given, quarter_rows(1, ROWS), HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, False, WHOLE, True)
-            _, z2 = made_part(given, quarter_rows(2, ROWS), HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, False, WHOLE, True)
-            _, z3 = made_part(given, quarter_rows(3, ROWS), HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, False, WHOLE, True)
-        quantize_block_tile(
-            *((z0, z1, z2, z3), buffers, second_place, SCALING, FMAX, EPS),
-            *(POWER_OF_TWO, LARGEST, ROWWISE, COLUMNWISE, ROWS, PACKED, WHOLE),
-        )
-
-
-@writes(**_WRITES)
-@triton.jit
-def produce_mxfp8_kernel(
-    a,
-    b,
-    c,
-    mean,
-    rstd,
-    y,
-    second_y,
-    sums,
-    data,
-    scale_inv,
-    transpose,
-    columnwise_scale_inv,
-    second_data,
-    second_scale_inv,
-    second_transpose,
-    second_columnwise_scale_inv,
-    M,
-    K,
-    a_stride,
-    b_stride,
-    c_stride,
-    rows_of_sample,
-    SOURCE: tl.constexpr,
-    KIND: tl.constexpr,
-    LAYER: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    CAST_BEFORE_WEIGHT: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    MODULATED: tl.constexpr,
-    ROUNDED_TO: tl.constexpr,
-    KEEP_OUTPUT: tl.constexpr,
-    SUMS: tl.constexpr,
-    HALF: tl.constexpr,
-    FMAX: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     SWIZZLED: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """One tile a program, in blocks of 32, or of 128 along rows alone (mxfp8_kernels.py); `transpose` is in the order of the result."""
-    row = tl.program_id(2) * 128 + tl.program_id(1) * BLOCK_M
-    column = tl.program_id(0) * BLOCK_K
-    HOW: tl.constexpr = (SOURCE, KIND, LAYER, HAS_WEIGHT, HAS_BIAS, CAST_BEFORE_WEIGHT, ZERO_CENTERED, MODULATED)
-    COUNT: tl.constexpr = BLOCK_K // 2 if PACKED else BLOCK_K
-    width = K if HALF == -1 else 2 * K
-    first_place = row, column + (K if HALF == 1 else 0), M, width
-    second_place = row, column + (K if HALF == 0 else 0), M, width
-    inputs, strides = (a, b, c, mean, rstd), (a_stride, b_stride, c_stride, rows_of_sample)
-    given = inputs, strides, (row, column, M, K), y, y if HALF != -1 else second_y, first_place, second_place
-    if PACKED:
-        x0, z0 = made_part(given, half_rows(0, BLOCK_M), HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, True, WHOLE)
-        x1, z1 = made_part(given, half_rows(1, BLOCK_M), HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, True, WHOLE)
-        first, second = (x0, x1), (z0, z1)
-        a0, b0 = column_pairs(x0, True)
-        a1, b1 = column_pairs(x1, True)
-        pairs = a0 + a1, b0 + b1
+    """One tile a program of the result [M, K]: ROWS by 128, or BLOCK_M by BLOCK_K where SCALE_BLOCK is not 0, in blocks of that.
+
+    HALF: 0 or 1 where both gradients are halves of one tensor [M, 2K], the first this one, and K is whole tiles; -1 elsewhere.
+    """
+    if SCALE_BLOCK == 0:
+        row, column = grouped_tile(ROWS, GROUP_M)
+        if row >= M:
+            return
     else:
-        first, second = made_part(given, tl.arange(0, BLOCK_M), HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, False, WHOLE)
-        pairs = column_pairs(first, False)
-    if SUMS:
-        store_sums(sums, pairs, row, column, K, BLOCK_M, PACKED, COUNT)
+        row = tl.program_id(2) * 128 + tl.program_id(1) * BLOCK_M
+        column = tl.program_id(0) * BLOCK_K
+    HOW: tl.constexpr = (SOURCE, KIND, LAYER, HAS_WEIGHT, HAS_BIAS, CAST_BEFORE_WEIGHT, ZERO_CENTERED, MODULATED)
+    MADE: tl.constexpr = (HOW, ROUNDED_TO, KEEP_OUTPUT, BLOCK_K // 2 if PACKED else BLOCK_K, PACKED, WHOLE)
+    width = K if HALF == -1 else 2 * K
     buffers = data, scale_inv, transpose, columnwise_scale_inv
-    quantize_mxfp8_tile(
-        *(first, buffers, first_place, FMAX, ROWWISE, COLUMNWISE),
-        *(SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K, PACKED, WHOLE),
-    )
-    if SOURCE == "gated_backward":
-        if HALF == -1:
-            buffers = second_data, second_scale_inv, second_transpose, second_columnwise_scale_inv
-        if not PACKED:
-            rows = tl.arange(0, BLOCK_M)
-            _, second = made_part(given, rows, HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, False, WHOLE, True)
-        quantize_mxfp8_tile(
-            *(second, buffers, second_place, FMAX, ROWWISE, COLUMNWISE),
-            *(SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K, PACKED, WHOLE),
-        )
+    first = buffers, (row, column + (K if HALF == 1 else 0), M, width)
+    if HALF == -1:
+        buffers = second_data, second_scale_inv, second_transpose, second_columnwise_scale_inv
+    second = buffers, (row, column + (K if HALF == 0 else 0), M, width)
+    inputs, strides = (a, b, c, mean, rstd), (a_stride, b_stride, c_stride, rows_of_sample)
+    given = inputs, strides, (row, column, M, K), y, y if HALF != -1 else second_y, first[1], second[1]
+    if SCALE_BLOCK == 0:
+        BLOCKS: tl.constexpr = (SCALING, FMAX, EPS, POWER_OF_TWO, LARGEST, ROWWISE, COLUMNWISE, ROWS)
+        produce_block_tile(given, sums, first, second, MADE, BLOCKS, SUMS)
+    else:
+        FORM: tl.constexpr = (FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K)
+        produce_mxfp8_tile(given, sums, first, second, MADE, FORM, SUMS)

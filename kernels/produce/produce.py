@@ -18,7 +18,7 @@ from te_dynamo.kernels.layouts.block import BlockForm
 from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
 from te_dynamo.kernels.layouts.sizes import Size, blocks_of, round_up, rows_and_columns
-from te_dynamo.kernels.produce.kernels import produce_blocks_kernel, produce_mxfp8_kernel
+from te_dynamo.kernels.produce.kernels import produce_kernel
 from te_dynamo.kernels.quantize.float8_block import block_launches
 from te_dynamo.kernels.quantize.mxfp8 import mxfp8_launches
 from te_dynamo.kernels.runtime.launch import launch
@@ -32,6 +32,11 @@ FORMS = (BlockForm, MXFP8Form)
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 _NO_NORM = dict.fromkeys(("LAYER", "HAS_WEIGHT", "HAS_BIAS", "CAST_BEFORE_WEIGHT", "ZERO_CENTERED", "MODULATED"), False)
+
+_OTHER_BLOCKS = {"SCALING": "", "EPS": 0.0, "POWER_OF_TWO": True, "LARGEST": 0.0, "ROWS": 0, "GROUP_M": 0} | {
+    "SCALE_BLOCK": 0, "SWIZZLED": False, "BLOCK_M": 0, "BLOCK_K": 128,
+}  # fmt: skip
+"""The kernel's constants for the blocks of 128 by block_kernels.py, and for those by mxfp8_kernels.py, where they are not these blocks'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,24 +117,24 @@ def produce(
         pointers = zip(BlockForm.NAMES, form.pointers(each, unused=x).values(), strict=True)
         arguments |= {f"{prefix}{name}": pointer for name, pointer in pointers}
     partial: list[torch.Tensor] = []
-    for number, (by_blocks, grid, constants) in enumerate(_launches(form, (rows, columns), source)):
+    for number, (grid, constants) in enumerate(_launches(form, (rows, columns), source)):
         if number == 0 and sums:
-            height = constants["ROWS" if by_blocks else "BLOCK_M"]
-            parts = blocks_of(rows, height) if by_blocks else round_up(rows, 128) // height
+            parts = (
+                blocks_of(rows, constants["ROWS"])
+                if "ROWS" in constants
+                else round_up(rows, 128) // constants["BLOCK_M"]
+            )
             partial = [torch.empty((parts, columns), dtype=torch.float32, device=x.device)]
             arguments["sums"] = partial[0]
         if isinstance(rows, int) and rows * columns == 0:
             continue
-        kernel = produce_blocks_kernel if by_blocks else produce_mxfp8_kernel
         once = {"KEEP_OUTPUT": keep_output and number == 0, "SUMS": sums and number == 0}
-        launch(kernel, grid, **arguments, **once, **constants)
+        launch(produce_kernel, grid, **arguments, **once, **_OTHER_BLOCKS | constants)
     return kept, [part.sum(0) for part in partial], buffers
 
 
-def _launches(
-    form: Form, size: tuple[Size, Size], source: Source
-) -> Iterator[tuple[bool, tuple[Size, ...], dict[str, Any]]]:
-    """(whether it is one of the kernel of blocks of 128, the grid, the constants) of each launch.
+def _launches(form: Form, size: tuple[Size, Size], source: Source) -> Iterator[tuple[tuple[Size, ...], dict[str, Any]]]:
+    """(the grid, the constants) of each launch.
 
     By more warps than what only quantizes: a thread has several inputs, or results, for each value.
     """
@@ -140,8 +145,8 @@ def _launches(
         assert isinstance(form, BlockForm)
         largest = torch.finfo(source.dtype or source.like.dtype).max
         launches = block_launches(form, size, itemsize, packed and form.power_of_two, None, largest)
-    for by_blocks, grid, constants in launches:
+    for _, grid, constants in launches:
         of_gradient = "backward" in source.name
         more = 4 if constants["COLUMNWISE"] and of_gradient else 2
         most = 16 if constants["PACKED"] or of_gradient else 8
-        yield by_blocks, grid, constants | {"num_warps": min(more * constants["num_warps"], most)}
+        yield grid, constants | {"num_warps": min(more * constants["num_warps"], most)}

@@ -107,15 +107,9 @@ def word_codes(amaxes, FMAX: tl.constexpr):
 
 
 @triton.jit
-def element_scales(
-    bits,
-    SCALING: tl.constexpr,
-    FMAX: tl.constexpr,
-    EPS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    LARGEST: tl.constexpr,
-):
-    """(scales, what is stored of them) of blocks from the fp32 bit patterns of their amaxes."""
+def element_scales(bits, FORM: tl.constexpr):
+    """(scales, what is stored of them) of blocks from the fp32 bit patterns of their amaxes. FORM: `quantize_block_tile`'s."""
+    SCALING, FMAX, EPS, POWER_OF_TWO, LARGEST, _, _, _ = FORM
     if SCALING == "1x128" or SCALING == "128x128":
         scale, stored = block_scale(bits, FMAX, EPS, POWER_OF_TWO, LARGEST)
     else:
@@ -191,46 +185,21 @@ def store_scales(scale_inv, stored, i, k, LINES, SIZE, SCALING: tl.constexpr, CO
 
 
 @triton.jit
-def quantize_block_tile(
-    quarters,
-    buffers,
-    place,
-    SCALING: tl.constexpr,
-    FMAX: tl.constexpr,
-    EPS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    LARGEST: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    PACKED: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Amaxes, scales, casts and stores of one tile, given as four quarters. ROWS is 128 where blocks span as many rows."""
+def quantize_block_tile(quarters, buffers, place, FORM: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr):
+    """Amaxes, scales, casts and stores of one tile, given as four quarters.
+
+    FORM: (SCALING, FMAX, EPS, POWER_OF_TWO, LARGEST, ROWWISE, COLUMNWISE, ROWS); ROWS is 128 where blocks span as many rows.
+    """
     if PACKED:
-        quantize_words(quarters, buffers, place, SCALING, FMAX, EPS, ROWWISE, COLUMNWISE, ROWS, WHOLE)
+        quantize_words(quarters, buffers, place, FORM, WHOLE)
     else:
-        quantize_elements(
-            *(quarters, buffers, place, SCALING),
-            *(FMAX, EPS, POWER_OF_TWO, LARGEST),
-            *(ROWWISE, COLUMNWISE, ROWS),
-        )
+        quantize_elements(quarters, buffers, place, FORM)
 
 
 @triton.jit
-def quantize_words(
-    quarters,
-    buffers,
-    place,
-    SCALING: tl.constexpr,
-    FMAX: tl.constexpr,
-    EPS: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def quantize_words(quarters, buffers, place, FORM: tl.constexpr, WHOLE: tl.constexpr):
     """A tile of bf16 x, scales powers of two: kernels/tiles/block_words.py."""
+    SCALING, FMAX, EPS, _, _, ROWWISE, COLUMNWISE, ROWS = FORM
     data, scale_inv, transpose, columnwise_scale_inv = buffers
     row, column, M, K = place
     DTYPE: tl.constexpr = data.dtype.element_ty if ROWWISE else transpose.dtype.element_ty
@@ -272,27 +241,14 @@ def quantize_words(
 
 
 @triton.jit
-def quantize_elements(
-    quarters,
-    buffers,
-    place,
-    SCALING: tl.constexpr,
-    FMAX: tl.constexpr,
-    EPS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    LARGEST: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def quantize_elements(quarters, buffers, place, FORM: tl.constexpr):
     """A tile of x of any dtype, with scales of any kind: kernels/tiles/blocks.py."""
+    SCALING, _, _, _, _, ROWWISE, COLUMNWISE, ROWS = FORM
     data, scale_inv, transpose, columnwise_scale_inv = buffers
     row, column, M, K = place
     x0, x1, x2, x3 = quarters
     if SCALING == "128x128":
-        scale, stored = element_scales(
-            tl.max(column_amax(x0, x1, x2, x3), axis=0), SCALING, FMAX, EPS, POWER_OF_TWO, LARGEST
-        )
+        scale, stored = element_scales(tl.max(column_amax(x0, x1, x2, x3), axis=0), FORM)
         if ROWWISE:
             store_scale_2d(scale_inv, stored, row, column, K)
             store_quarters(data, (x0, x1, x2, x3), (scale, scale, scale, scale), row, column, M, K, ROWS)
@@ -302,17 +258,15 @@ def quantize_elements(
     else:
         # Every scale before the first cast, codes of the rows after theirs: fewer registers than in any other order.
         if ROWWISE:
-            scale_0, stored_0 = element_scales(row_amax(x0), SCALING, FMAX, EPS, POWER_OF_TWO, LARGEST)
-            scale_1, stored_1 = element_scales(row_amax(x1), SCALING, FMAX, EPS, POWER_OF_TWO, LARGEST)
-            scale_2, stored_2 = element_scales(row_amax(x2), SCALING, FMAX, EPS, POWER_OF_TWO, LARGEST)
-            scale_3, stored_3 = element_scales(row_amax(x3), SCALING, FMAX, EPS, POWER_OF_TWO, LARGEST)
+            scale_0, stored_0 = element_scales(row_amax(x0), FORM)
+            scale_1, stored_1 = element_scales(row_amax(x1), FORM)
+            scale_2, stored_2 = element_scales(row_amax(x2), FORM)
+            scale_3, stored_3 = element_scales(row_amax(x3), FORM)
             stored = interleave(stored_0, stored_1, stored_2, stored_3, ROWS)
             if SCALING == "1x128":
                 store_scales(scale_inv, stored, row, column, M, K, SCALING, ROWS, False)
         if COLUMNWISE:
-            column_scale, column_stored = element_scales(
-                column_amax(x0, x1, x2, x3), SCALING, FMAX, EPS, POWER_OF_TWO, LARGEST
-            )
+            column_scale, column_stored = element_scales(column_amax(x0, x1, x2, x3), FORM)
             store_scales(columnwise_scale_inv, column_stored, column, row, K, M, SCALING, 128, False)
         if ROWWISE:
             scales = scale_0[:, None], scale_1[:, None], scale_2[:, None], scale_3[:, None]
@@ -371,11 +325,6 @@ def quantize_block_kernel(
         quarters = load_quarter_words(x, row, column, last, K, ROWS, WHOLE)
     else:
         quarters = load_quarters(x, row, column, last, K, ROWS)
-    quantize_block_tile(
-        quarters,
-        (data, scale_inv, transpose, columnwise_scale_inv),
-        (row, column, M, K),
-        SCALING,
-        *(FMAX, EPS, POWER_OF_TWO, LARGEST),
-        *(ROWWISE, COLUMNWISE, ROWS, PACKED, WHOLE),
-    )
+    FORM: tl.constexpr = (SCALING, FMAX, EPS, POWER_OF_TWO, LARGEST, ROWWISE, COLUMNWISE, ROWS)
+    buffers = data, scale_inv, transpose, columnwise_scale_inv
+    quantize_block_tile(quarters, buffers, (row, column, M, K), FORM, PACKED, WHOLE)

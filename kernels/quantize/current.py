@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from te_dynamo.kernels.layouts.sizes import Size, allocate, round_up, rows_and_columns, transposed
 from te_dynamo.kernels.layouts.tensor import GroupedForm, TensorForm
@@ -90,6 +91,17 @@ def quantize_reference(x: torch.Tensor, form: TensorForm, amax: torch.Tensor | N
     if form.columnwise:
         buffers.append(zero_padded(data.t(), *transposed(rows, columns)))
     return [*buffers, 1.0 / scale]
+
+
+def amax_by_rows(x: torch.Tensor) -> torch.Tensor:
+    """max|x| in fp32, shape [1], in aten operations; NaN propagates, no rows give 0.
+
+    Of what Inductor itself writes (the residual gradient after a norm's backward, say): the row maxima fuse with the kernel that writes it,
+    and one pass over memory is saved. Any other tensor is read by the amax kernel.
+    """
+    if guard_or_false(x.numel() == 0):
+        return torch.zeros(1, dtype=torch.float32, device=x.device)
+    return x.abs().amax(-1).amax().to(torch.float32).reshape(1)
 
 
 def partial_amaxes_of_reference(xs: Sequence[torch.Tensor]) -> torch.Tensor:

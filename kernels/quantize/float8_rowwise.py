@@ -75,10 +75,19 @@ def quantize_rows_kernel(
     EPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     TURNED: tl.constexpr,
+    MATRICES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """data [M, K] and scale_inv [M] of BLOCK_M rows of x [M, K]; TURNED: data [K, M^16] and scale_inv [K] of rows of x^T."""
+    """data [M, K] and scale_inv [M] of BLOCK_M rows of x [M, K]; TURNED: data [K, M^16] and scale_inv [K] of rows of x^T.
+
+    MATRICES: with TURNED, of every matrix of x [G, M, K], one behind the other.
+    """
+    if MATRICES:
+        group = tl.program_id(1).to(tl.int64)
+        x += group * M * K
+        data += group * K * ((M + 15) // 16 * 16)
+        scale_inv += group * K
     quantize_rows(x, data, scale_inv, M, K, FMAX, EPS, POWER_OF_TWO, TURNED, BLOCK_M, BLOCK_K)
 
 
@@ -135,7 +144,7 @@ def launch_rows(
     if isinstance(count, int) and count == 0:
         return
     block_m, block_k, warps = columns_tile(count) if turned else rows_tile(size[1])
-    tile = {"TURNED": turned, "BLOCK_M": block_m, "BLOCK_K": block_k}
+    tile = {"TURNED": turned, "MATRICES": False, "BLOCK_M": block_m, "BLOCK_K": block_k}
     grid = (triton.cdiv(count, block_m),)
     launch(quantize_rows_kernel, grid, x, data, scale_inv, *size, **form.constants(), **tile, num_warps=warps)
 

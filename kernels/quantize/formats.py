@@ -13,7 +13,7 @@ from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
 from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
 from te_dynamo.kernels.layouts.row import GroupedRowForm, RowForm
 from te_dynamo.kernels.layouts.tensor import GroupedForm, TensorForm
-from te_dynamo.kernels.quantize import current, float8_block, float8_rowwise, grouped_rows, mxfp8, nvfp4
+from te_dynamo.kernels.quantize import current, float8_block, float8_rowwise, mxfp8, nvfp4, rows_of_several
 from te_dynamo.kernels.tiles.groups import padded_reference
 
 
@@ -36,10 +36,10 @@ FORMATS: dict[type[Form], Format] = {
     RowForm: Format(
         float8_rowwise.quantize_rowwise,
         float8_rowwise.quantize_rowwise_reference,
-        grouped_rows.quantize_columns_of_groups,
-        grouped_rows.quantize_columns_of_groups_reference,
+        rows_of_several.quantize_columns_of_groups,
+        rows_of_several.quantize_columns_of_groups_reference,
     ),
-    GroupedRowForm: Format(grouped_rows.quantize_grouped_rows, grouped_rows.quantize_grouped_rows_reference),
+    GroupedRowForm: Format(rows_of_several.quantize_grouped_rows, rows_of_several.quantize_grouped_rows_reference),
     BlockForm: Format(float8_block.quantize_block, float8_block.quantize_block_reference),
     MXFP8Form: Format(mxfp8.quantize_mxfp8, mxfp8.quantize_mxfp8_reference),
     NVFP4Form: Format(nvfp4.quantize_nvfp4, nvfp4.quantize_nvfp4_reference),

@@ -72,35 +72,20 @@ def quantize_mxfp8_kernel(
         )
     else:
         values = load_values(x, row, column, K, last, K, BLOCK_M, BLOCK_K)
-    quantize_mxfp8_tile(
-        *(values, buffers, place),
-        *(FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK),
-        *(BLOCK_M, BLOCK_K, PACKED, WHOLE),
-    )
+    FORM: tl.constexpr = (FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K)
+    quantize_mxfp8_tile(values, buffers, place, FORM, PACKED, WHOLE)
 
 
 @triton.jit
-def quantize_mxfp8_tile(
-    values,
-    buffers,
-    place,
-    FMAX: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PACKED: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Codes and data of one tile. place: (first row, first column, M, K). values: words of two halves (`half_rows`), or all of it."""
+def quantize_mxfp8_tile(values, buffers, place, FORM: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr):
+    """Codes and data of one tile. place: (first row, first column, M, K). values: words of two halves (`half_rows`), or all of it.
+
+    FORM: (FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K).
+    """
     if PACKED:
-        quantize_words(
-            values, buffers, place, FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K, WHOLE
-        )
+        quantize_words(values, buffers, place, FORM, WHOLE)
     else:
-        quantize_elements(values, buffers, place, FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K)
+        quantize_elements(values, buffers, place, FORM)
 
 
 @triton.jit
@@ -146,20 +131,9 @@ def store_row_blocks(scale_inv, code, rows, column, K, SWIZZLED: tl.constexpr, S
 
 
 @triton.jit
-def quantize_words(
-    values,
-    buffers,
-    place,
-    FMAX: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def quantize_words(values, buffers, place, FORM: tl.constexpr, WHOLE: tl.constexpr):
     """A tile in two halves, so that rows that lie 16 apart share words of amaxes and of codes."""
+    FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K = FORM
     data, scale_inv, columnwise_data, columnwise_scale_inv = buffers
     row, column, M, K = place
     R: tl.constexpr = BLOCK_M // 2
@@ -197,19 +171,9 @@ def quantize_words(
 
 
 @triton.jit
-def quantize_elements(
-    value,
-    buffers,
-    place,
-    FMAX: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def quantize_elements(value, buffers, place, FORM: tl.constexpr):
     """A tile of any dtype."""
+    FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, BLOCK_M, BLOCK_K = FORM
     data, scale_inv, columnwise_data, columnwise_scale_inv = buffers
     row, column, M, K = place
     BLOCKS_M: tl.constexpr = BLOCK_M // 32

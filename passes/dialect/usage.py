@@ -10,8 +10,12 @@ from torch.fx import Graph, Node
 
 from te_dynamo.dialect.activation import activation_quantize
 from te_dynamo.dialect.gated import gated_backward_quantize_halves, gated_quantize
-from te_dynamo.dialect.norm import layer_norm_quantize, rms_norm_quantize
-from te_dynamo.dialect.norm_add import add_layer_norm_quantize, add_rms_norm_quantize
+from te_dynamo.dialect.norm import (
+    add_layer_norm_quantize,
+    add_rms_norm_quantize,
+    layer_norm_quantize,
+    rms_norm_quantize,
+)
 from te_dynamo.dialect.norm_modulate import layer_norm_modulate_quantize
 from te_dynamo.dialect.quantize import quantize, quantize_bias_grad, quantize_with_amax
 from te_dynamo.dialect.stacked import quantize_stacked

@@ -23,7 +23,7 @@ from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.inspect.dynamo import Seen, dynamo_untouched
 from te_dynamo.inspect.left_out import linears_of, why_in_no_graph
 from te_dynamo.inspect.target import not_in_place, options_and_mode, unchanged, unwrap
-from te_dynamo.options import UNSET, Options
+from te_dynamo.options import UNSET, Options, names_near_keywords
 from te_dynamo.recipe import Recipe, names
 from te_dynamo.report import coverage
 
@@ -32,6 +32,7 @@ __all__ = ["compare", "compare_recipes"]
 Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
+@names_near_keywords
 def compare(
     model: Callable[..., Any],
     *args: Any,
@@ -65,6 +66,7 @@ def compare(
     return _compare(target, [given], _batches(args, kwargs, steps, batches), loss)[0]
 
 
+@names_near_keywords
 def compare_recipes(
     model: Callable[..., Any],
     *args: Any,
@@ -82,9 +84,9 @@ def compare_recipes(
     recipes: names or te_dynamo.recipe objects; None takes every name. A compiled module's own recipe is not among them.
     The other arguments are compare's, the rules those of each recipe.
 
-    Raises InvalidOptionError for `recipe`, in options too: `recipes` has all of them.
+    Raises InvalidOptionError for `recipe` in options: `recipes` has all of them.
     """
-    if "recipe" in kwargs or "recipe" in (options or {}):
+    if "recipe" in (options or {}):
         raise InvalidOptionError(
             "te_dynamo.compare_recipes: expected recipes=[...], got recipe; te_dynamo.compare measures one"
         )

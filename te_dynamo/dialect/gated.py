@@ -3,6 +3,7 @@
 The kinds of f are those of `te.activation`, "sigmoid" and, of a bilinear unit, "identity".
 """
 
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from te_dynamo.dialect.define import te_op
 from te_dynamo.dialect.fakes import like, plain, quantized, quantized_stack
 from te_dynamo.dialect.quantize import takes_quantizer
+from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.activation import gated as kernels
 from te_dynamo.kernels.activation import gated_halves
 from te_dynamo.kernels.activation.gated import BOUNDED_KINDS, KINDS
@@ -74,9 +76,27 @@ def gated_quantize(
     return ([like(gate)] if keep_output else []) + quantized(gate, quantizer)
 
 
+def _check_stack(quantizer: Quantizer, stacked: bool) -> None:
+    if stacked and not quantizer.one_scale:
+        raise QuantizationError(
+            f"te.gated_backward_quantize: {quantizer.describe()}: stacked=True takes one scale a tensor; without it each gradient has buffers"
+        )
+
+
+def _stacks(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """A launcher or reference of te.gated_backward_quantize."""
+    run = takes_quantizer(implementation)
+
+    def checked(*args: Any, **hint: torch.Tensor) -> Any:
+        _check_stack(args[4], any(args[6:]))
+        return run(*args, **hint)
+
+    return checked
+
+
 @te_op(
-    reference=takes_quantizer(kernels.gated_backward_quantize_reference),
-    kernel=takes_quantizer(kernels.gated_backward_quantize),
+    reference=_stacks(kernels.gated_backward_quantize_reference),
+    kernel=_stacks(kernels.gated_backward_quantize),
 )
 def gated_backward_quantize(
     dy: torch.Tensor,
@@ -91,6 +111,7 @@ def gated_backward_quantize(
 
     stacked: the buffers of te.quantize_stacked([dgate, dup], by_columns=True) in their place.
     """
+    _check_stack(quantizer, stacked)
     kept = [like(gate), like(up)] if keep_output else []
     if stacked:
         rows, columns = rows_and_columns(gate.shape)

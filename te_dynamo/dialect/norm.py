@@ -1,6 +1,8 @@
-"""Norms over the last dimension: `te.rms_norm`, `te.layer_norm`, and each of them with a quantized result.
+"""Norms over the last dimension: `te.rms_norm`, `te.layer_norm`, each of them with a quantized result, and that with the residual stream's
+addition before it.
 
-Backward is written in aten operations: Inductor fuses it with the residual gradient that it is added to.
+Backward is written in aten operations: Inductor fuses it with the residual gradient that it is added to. With the addition there is none:
+fusion puts it into a forward graph, whose backward reads the sum and the statistics.
 """
 
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ import torch
 from te_dynamo.dialect.define import te_op
 from te_dynamo.dialect.fakes import like, quantized, row_statistic
 from te_dynamo.dialect.quantize import takes_quantizer
+from te_dynamo.kernels.norm import add
 from te_dynamo.kernels.norm import norm as kernels
 from te_dynamo.quantized.quantizers import Quantizer
 
@@ -177,3 +180,46 @@ def layer_norm_quantize(
 ) -> list[torch.Tensor]:
     """[y if keep_output, mean, rstd, *buffers]: (y, mean, rstd) = te.layer_norm(..., dtype), buffers = te.quantize(y.to(quantized_dtype))."""
     return ([like(x, dtype)] if keep_output else []) + [row_statistic(x), row_statistic(x)] + quantized(x, quantizer)
+
+
+@te_op(
+    reference=takes_quantizer(add.add_rms_norm_quantize_reference),
+    kernel=takes_quantizer(add.add_rms_norm_quantize),
+)
+def add_rms_norm_quantize(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    eps: float,
+    cast_before_weight: bool,
+    zero_centered: bool,
+    quantizer: Quantizer,
+    keep_output: bool,
+    dtype: Optional[torch.dtype] = None,
+    quantized_dtype: Optional[torch.dtype] = None,
+) -> list[torch.Tensor]:
+    """[h, *te.rms_norm_quantize(h, ...)]: h = x + residual, two tensors of one shape, in the wider of their dtypes."""
+    h = like(x, torch.promote_types(x.dtype, residual.dtype))
+    results = [h] + ([like(h, dtype)] if keep_output else [])
+    return results + [row_statistic(x)] + quantized(x, quantizer)
+
+
+@te_op(
+    reference=takes_quantizer(add.add_layer_norm_quantize_reference),
+    kernel=takes_quantizer(add.add_layer_norm_quantize),
+)
+def add_layer_norm_quantize(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    bias: Optional[torch.Tensor],
+    eps: float,
+    quantizer: Quantizer,
+    keep_output: bool,
+    dtype: Optional[torch.dtype] = None,
+    quantized_dtype: Optional[torch.dtype] = None,
+) -> list[torch.Tensor]:
+    """[h, *te.layer_norm_quantize(h, ...)]: h = x + residual, two tensors of one shape, in the wider of their dtypes."""
+    h = like(x, torch.promote_types(x.dtype, residual.dtype))
+    results = [h] + ([like(h, dtype)] if keep_output else [])
+    return results + [row_statistic(x), row_statistic(x)] + quantized(x, quantizer)

@@ -16,7 +16,7 @@ from te_dynamo.kernels.layouts.sizes import rows_and_columns, transposed
 from te_dynamo.kernels.quantize import current as kernels
 from te_dynamo.kernels.quantize import parts, several
 from te_dynamo.kernels.quantize import transpose as transpose_kernels
-from te_dynamo.kernels.quantize.amax import amax_by_rows
+from te_dynamo.kernels.quantize.current import amax_by_rows
 from te_dynamo.kernels.quantize.formats import FORMATS, Format
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.quantized.quantizers import Quantizer

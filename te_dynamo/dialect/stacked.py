@@ -12,7 +12,7 @@ from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.gemm.choose import Product
 from te_dynamo.kernels.gemm.choose import stacking_pays as product_pays
 from te_dynamo.kernels.quantize import current as kernels
-from te_dynamo.kernels.quantize import stacked_rows
+from te_dynamo.kernels.quantize import rows_of_several
 from te_dynamo.kernels.runtime.launch import size_hint
 from te_dynamo.kernels.runtime.margin import gemm_target
 from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, SEGMENT_MULTIPLE, Stacking
@@ -39,8 +39,8 @@ def _stacks(of_tensors: Callable[..., Any], of_rows: Callable[..., Any]) -> Call
 
 
 @te_op(
-    reference=_stacks(kernels.quantize_stacked_reference, stacked_rows.quantize_stacked_rows_reference),
-    kernel=_stacks(kernels.quantize_stacked, stacked_rows.quantize_stacked_rows),
+    reference=_stacks(kernels.quantize_stacked_reference, rows_of_several.quantize_stacked_rows_reference),
+    kernel=_stacks(kernels.quantize_stacked, rows_of_several.quantize_stacked_rows),
 )
 def quantize_stacked(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: bool) -> list[torch.Tensor]:
     """The buffers of one tensor that stacks xs, by rows or by columns, each as te.quantize makes it, with its own scales.
@@ -50,7 +50,7 @@ def quantize_stacked(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: b
     """
     if quantizer.one_scale:
         return quantized_stack(xs[0], kernels.stacked_size(xs, by_columns), len(xs), quantizer)
-    shape = stacked_rows.stacked_rows_size(xs, quantizer.rowwise, quantizer.columnwise, by_columns)
+    shape = rows_of_several.stacked_rows_size(xs, quantizer.rowwise, quantizer.columnwise, by_columns)
     return TensorProto(shape, xs[0].dtype, quantizer, device=xs[0].device).create_buffers()
 
 

@@ -19,8 +19,7 @@ from te_dynamo.dialect.define import direct
 from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize, quantize_several
 from te_dynamo.distributed.fp8_all_gather_shard import Asked, ShardedWeight, local_of
 from te_dynamo.errors import UnsupportedError
-from te_dynamo.kernels.layouts.block import BLOCK
-from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Quantizer
+from te_dynamo.quantized.quantizers import Quantizer
 
 
 class GatheredWeight:
@@ -55,10 +54,11 @@ class GatheredWeight:
             self.reason = "it is not shared out by rows"
         if not self.reason and asked.dtype not in INPUT_DTYPES:
             self.reason = f"it is {asked.dtype}; te.quantize takes bf16, fp16 and fp32"
-        if not self.reason and isinstance(self.quantizer, Float8BlockQuantizer) and n % (asked.ranks * BLOCK):
+        block = self.quantizer.experts_begin_at if self.quantizer else 1
+        if not self.reason and block > 1 and n % (asked.ranks * block):
             self.reason = (
-                f"{asked.ranks} shards of its {n} rows end inside of blocks of {BLOCK}: N has to be a multiple of "
-                f"{asked.ranks * BLOCK}"
+                f"{asked.ranks} shards of its {n} rows end inside of blocks of {block}: N has to be a multiple of "
+                f"{asked.ranks * block}"
             )
         return not self.reason
 

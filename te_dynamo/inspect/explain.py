@@ -29,7 +29,7 @@ from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
 from te_dynamo.inspect.tables import text_of
 from te_dynamo.inspect.target import not_in_place, options_and_mode, tensors_in, unchanged, unwrap
 from te_dynamo.kernels.runtime.target import TARGETS
-from te_dynamo.options import UNSET
+from te_dynamo.options import UNSET, names_near_keywords
 from te_dynamo.rates import published, rates_of
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord, Report, WorkspaceRecord, coverage
@@ -237,6 +237,7 @@ class Explanation:
         check_no_graph_breaks(self.graph_breaks, len(self.reports), self.linears)
 
 
+@names_near_keywords
 def explain(
     model: Callable[..., Any],
     *args: Any,

@@ -18,17 +18,18 @@ _NAME = re.compile(r"^ *(?!return )([\w.]+)(?=[:\[]| = )")
 """What a statement calls its result. An input that the forward graph saved is called quantize[1]: its name is quantize."""
 
 
-def graph_diff(before: Graph, after: Graph) -> str:
+def graph_diff(before: Graph, after: Graph, context: int = 3) -> str:
     """The unified difference of two graphs' texts; "" where they are equal.
 
     before, after: graphs, or their texts, such as `graphs["forward"]` of te_dynamo.capture.
+    context:       how many equal statements are shown around each change.
 
     graph_text numbers values by operation, so one quantize less renames all that follow. Here a statement of `after` that stands
     for one of `before` has its name, and a new one has a name that `before` lacks.
     """
     old, new = _lines(before), _lines(after)
     new = _renamed(new, _new_names(old, new))
-    return "\n".join(difflib.unified_diff(old, new, "before", "after", lineterm=""))
+    return "\n".join(difflib.unified_diff(old, new, "before", "after", lineterm="", n=context))
 
 
 def _lines(graph: Graph) -> list[str]:

@@ -10,8 +10,10 @@ import contextvars
 import dataclasses
 import functools
 import pkgutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -120,11 +122,23 @@ _MARK = "_te_dynamo_wraps"
 
 
 def _exists(name: str) -> bool:
+    """Each graph asks for each name: what has been imported is looked up in there, without the import system."""
     try:
-        pkgutil.resolve_name(name.partition("()")[0])
+        module, attributes = _module_of(name.partition("()")[0])
+        functools.reduce(getattr, attributes, module)
     except (ImportError, AttributeError):
         return False
     return True
+
+
+@functools.cache
+def _module_of(name: str) -> tuple[ModuleType, list[str]]:
+    """(the module of a dotted name, its attributes there), of a name that is there: an error is not kept."""
+    parts, modules = name.split("."), 0
+    pkgutil.resolve_name(name)  # imports what it needs
+    while modules < len(parts) and ".".join(parts[: modules + 1]) in sys.modules:
+        modules += 1
+    return sys.modules[".".join(parts[:modules])], parts[modules:]
 
 
 @functools.cache

@@ -72,10 +72,38 @@ def test_several_recipes_with_keywords_as_compile_has_them() -> None:
         te_dynamo.compare_recipes(net(), X, recipes=names, mode="fast")
 
 
-@pytest.mark.parametrize("given", [{"recipe": "mxfp8"}, {"options": {"recipe": "mxfp8"}}])
-def test_several_recipes_are_not_one(given: dict[str, Any]) -> None:
+def test_several_recipes_are_not_one() -> None:
     with pytest.raises(InvalidOptionError, match=r"compare_recipes: expected recipes=\[\.\.\.\], got recipe"):
-        te_dynamo.compare_recipes(net(), X, **given)
+        te_dynamo.compare_recipes(net(), X, options={"recipe": "mxfp8"})
+
+
+@pytest.mark.parametrize(
+    ("tool", "keyword", "near"),
+    [
+        (te_dynamo.explain, "recpie", "recipe"),
+        (te_dynamo.compare, "optoins", "options"),
+        (te_dynamo.compare_recipes, "recipe", "recipes"),
+    ],
+)
+def test_a_misspelt_keyword_names_the_near_one(tool: Callable[..., Any], keyword: str, near: str) -> None:
+    with pytest.raises(InvalidOptionError, match=f"unknown keyword '{keyword}'; did you mean '{near}'"):
+        tool(net(), X, **{keyword: "mxfp8"})
+
+
+def test_a_keyword_of_the_models_own_is_the_models() -> None:
+    """Even where it is nearly one of ours; of a model that takes any it may be both, which is said."""
+
+    def named(x: torch.Tensor, modes: int) -> torch.Tensor:
+        return x * modes
+
+    def takes_any(x: torch.Tensor, **kwargs: int) -> torch.Tensor:
+        return x * kwargs["modes"]
+
+    assert len(te_dynamo.explain(named, X, modes=2).reports) == 1
+    with pytest.warns(UserWarning, match="did you mean 'mode'.*The model is called with 'modes'"):
+        assert len(te_dynamo.explain(takes_any, X, modes=2).reports) == 1
+    with pytest.raises(TypeError, match="unexpected keyword argument 'attention'"):
+        te_dynamo.explain(named, X, modes=2, attention=1)
 
 
 @pytest.mark.parametrize("name", ["fp8", "float8", "tensorwise"])

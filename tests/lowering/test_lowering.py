@@ -34,7 +34,7 @@ from torch import fx
 from te_dynamo.dialect import KERNELS, is_te
 from te_dynamo.dialect.memory import written_by_inductor
 from te_dynamo.errors import LoweringError
-from te_dynamo.kernels.quantize.amax import amax_by_rows
+from te_dynamo.kernels.quantize.current import amax_by_rows
 from te_dynamo.kernels.runtime.target import TARGETS, acting_as
 from te_dynamo.lowering.lower import lower
 from te_dynamo.operations.basic import GELU

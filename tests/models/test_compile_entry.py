@@ -51,6 +51,7 @@ def test_a_mode_and_options_together(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"mode": "fast"}, "unknown mode 'fast'"),
         ({"inductor": {"max_autotone": True}}, "unknown option 'max_autotone'"),
         ({"require_coverage": 2}, "takes a share from 0 to 1"),
+        ({"recpie": "mxfp8"}, r"unknown keyword 'recpie'; did you mean 'recipe'\?"),
     ],
 )
 def test_a_mistake_is_an_error_at_once(keywords: dict[str, Any], message: str) -> None:

@@ -105,6 +105,14 @@ def test_a_recipe_is_a_frozen_value(cls: type[Recipe]) -> None:
         cls().backward = "high_precision"  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+    "recipe", [*(cls() for cls in ALL), Float8BlockScaling(weight_block_dims=1), MXFP8BlockScaling(scale_block=128)]
+)
+def test_a_weight_is_held_as_the_recipe_of_its_quantizer_holds_it(recipe: Recipe) -> None:
+    held = recipe.weight_quantizer()
+    assert recipes.of_weight(held).weight_quantizer() == held
+
+
 @pytest.mark.parametrize("name", ["FP8", "MXFP8", "Float8_Rowwise"])
 def test_letters_of_a_name_may_have_any_case(name: str) -> None:
     assert recipes.by_name(name) == recipes.by_name(name.lower())

@@ -1,4 +1,4 @@
-"""Each backward fusion by itself: the graph before and after."""
+"""Each backward fusion by itself: what it changes of a graph."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from helpers.graphs.differences import changes
 from helpers.graphs.graph_builder import E5M2, Builder, te
 from torch import fx
 
@@ -23,12 +24,12 @@ def fake() -> Iterator[None]:
         yield
 
 
-def before_and_after(graph: fx.Graph, name: str) -> str:
-    """The graph's text, and its text after the fusion of that name, which must fire."""
+def changed(graph: fx.Graph, name: str) -> str:
+    """By the fusion of that name, which must fire."""
     before = graph_text(graph)
     assert [fired for fired, _ in fuse(graph, "backward", (name,))] == [name]
     assert fuse(graph, "backward", (name,)) == []
-    return f"{before}\n\n{graph_text(graph)}"
+    return changes(before, graph_text(graph))
 
 
 def quantized(b: Builder, dy: fx.Node) -> list[fx.Node]:
@@ -45,19 +46,17 @@ def test_quantize_bias_grad(first: str) -> None:
     else:
         buffers = quantized(b, b.inputs[0])
         graph = b.returns(b.call(te.bias_grad.default, b.inputs[0]), *buffers)
-    text = before_and_after(graph, "fuse_quantize_bias_grad")
+    text = changed(graph, "fuse_quantize_bias_grad")
     if first == "sum":
         assert_expected_inline(
             text,
             """\
-x0: bf16[32, 64] = input
-bias_grad: f32[64] = te.bias_grad(x0)
-quantize: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(x0, e5m2[row+column])
-return bias_grad, quantize[0], quantize[1], quantize[2]
-
-x0: bf16[32, 64] = input
-quantize_bias_grad: (f32[64], f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize_bias_grad(x0, e5m2[row+column])
-return quantize_bias_grad[0], quantize_bias_grad[1], quantize_bias_grad[2], quantize_bias_grad[3]""",
+@@ -2,3 +2,2 @@
+-bias_grad: f32[64] = te.bias_grad(x0)
+-quantize: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(x0, e5m2[row+column])
+-return bias_grad, quantize[0], quantize[1], quantize[2]
++quantize_bias_grad: (f32[64], f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize_bias_grad(x0, e5m2[row+column])
++return quantize_bias_grad[0], quantize_bias_grad[1], quantize_bias_grad[2], quantize_bias_grad[3]""",
         )
     graph.lint()
     assert len(graph.find_nodes(op="call_function", target=te.quantize_bias_grad.default)) == 1
@@ -68,19 +67,15 @@ def test_activation_backward_quantize() -> None:
     dx = b.call(te.activation_backward.default, *b.inputs, "gelu")
     graph = b.returns(b.call(te.bias_grad.default, dx), *quantized(b, dx))
     assert_expected_inline(
-        before_and_after(graph, "fuse_activation_backward_quantize"),
+        changed(graph, "fuse_activation_backward_quantize"),
         """\
-x0: bf16[32, 64] = input
-x1: bf16[32, 64] = input
-activation_backward: bf16[32, 64] = te.activation_backward(x0, x1, 'gelu')
-bias_grad: f32[64] = te.bias_grad(activation_backward)
-quantize: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(activation_backward, e5m2[row+column])
-return bias_grad, quantize[0], quantize[1], quantize[2]
-
-x0: bf16[32, 64] = input
-x1: bf16[32, 64] = input
-activation_backward_quantize: (f32[64], f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.activation_backward_quantize(x0, x1, 'gelu', e5m2[row+column], keep_output=False, bias_grad=True)
-return activation_backward_quantize[0], activation_backward_quantize[1], activation_backward_quantize[2], activation_backward_quantize[3]""",
+@@ -3,4 +3,2 @@
+-activation_backward: bf16[32, 64] = te.activation_backward(x0, x1, 'gelu')
+-bias_grad: f32[64] = te.bias_grad(activation_backward)
+-quantize: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(activation_backward, e5m2[row+column])
+-return bias_grad, quantize[0], quantize[1], quantize[2]
++activation_backward_quantize: (f32[64], f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.activation_backward_quantize(x0, x1, 'gelu', e5m2[row+column], keep_output=False, bias_grad=True)
++return activation_backward_quantize[0], activation_backward_quantize[1], activation_backward_quantize[2], activation_backward_quantize[3]""",
     )
 
 
@@ -89,21 +84,15 @@ def test_gated_backward_quantize() -> None:
     gradients = b.read(b.call(te.gated_backward.default, *b.inputs, "silu"), 0, 1)
     graph = b.returns(*(buffer for gradient in gradients for buffer in quantized(b, gradient)))
     assert_expected_inline(
-        before_and_after(graph, "fuse_gated_backward_quantize"),
+        changed(graph, "fuse_gated_backward_quantize"),
         """\
-x0: bf16[32, 64] = input
-x1: bf16[32, 64] = input
-x2: bf16[32, 64] = input
-gated_backward: (bf16[32, 64], bf16[32, 64]) = te.gated_backward(x0, x1, x2, 'silu')
-quantize: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(gated_backward[0], e5m2[row+column])
-quantize_1: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(gated_backward[1], e5m2[row+column])
-return quantize[0], quantize[1], quantize[2], quantize_1[0], quantize_1[1], quantize_1[2]
-
-x0: bf16[32, 64] = input
-x1: bf16[32, 64] = input
-x2: bf16[32, 64] = input
-gated_backward_quantize: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1], f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.gated_backward_quantize(x0, x1, x2, 'silu', e5m2[row+column], keep_output=False)
-return gated_backward_quantize[0], gated_backward_quantize[1], gated_backward_quantize[2], gated_backward_quantize[3], gated_backward_quantize[4], gated_backward_quantize[5]""",
+@@ -4,4 +4,2 @@
+-gated_backward: (bf16[32, 64], bf16[32, 64]) = te.gated_backward(x0, x1, x2, 'silu')
+-quantize: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(gated_backward[0], e5m2[row+column])
+-quantize_1: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.quantize(gated_backward[1], e5m2[row+column])
+-return quantize[0], quantize[1], quantize[2], quantize_1[0], quantize_1[1], quantize_1[2]
++gated_backward_quantize: (f8e5m2[32, 64], f8e5m2[64, 32], f32[1], f8e5m2[32, 64], f8e5m2[64, 32], f32[1]) = te.gated_backward_quantize(x0, x1, x2, 'silu', e5m2[row+column], keep_output=False)
++return gated_backward_quantize[0], gated_backward_quantize[1], gated_backward_quantize[2], gated_backward_quantize[3], gated_backward_quantize[4], gated_backward_quantize[5]""",
     )
 
 
@@ -114,23 +103,17 @@ def test_gated_backward_quantize_halves() -> None:
     grad = b.call(torch.ops.aten.cat.default, [dup, dgate], 1)
     graph = b.returns(b.call(te.bias_grad.default, grad), *quantized(b, grad))
     assert_expected_inline(
-        before_and_after(graph, "fuse_gated_backward_quantize_halves"),
+        changed(graph, "fuse_gated_backward_quantize_halves"),
         """\
-x0: bf16[32, 64] = input
-x1: bf16[32, 64] = input
-x2: bf16[32, 64] = input
-gated_backward: (bf16[32, 64], bf16[32, 64]) = te.gated_backward(x0, x1, x2, 'silu')
-cat: bf16[32, 128] = aten.cat([gated_backward[1], gated_backward[0]], 1)
-bias_grad: f32[128] = te.bias_grad(cat)
-quantize: (f8e5m2[32, 128], f8e5m2[128, 32], f32[1]) = te.quantize(cat, e5m2[row+column])
-return bias_grad, quantize[0], quantize[1], quantize[2]
-
-x0: bf16[32, 64] = input
-x1: bf16[32, 64] = input
-x2: bf16[32, 64] = input
-gated_backward_quantize_halves: (bf16[32, 128], f8e5m2[32, 128], f8e5m2[128, 32], f32[1]) = te.gated_backward_quantize_halves(x0, x1, x2, 'silu', e5m2[row+column], keep_output=True, gate_first=False)
-bias_grad: f32[128] = te.bias_grad(gated_backward_quantize_halves[0])
-return bias_grad, gated_backward_quantize_halves[1], gated_backward_quantize_halves[2], gated_backward_quantize_halves[3]""",
+@@ -4,5 +4,3 @@
+-gated_backward: (bf16[32, 64], bf16[32, 64]) = te.gated_backward(x0, x1, x2, 'silu')
+-cat: bf16[32, 128] = aten.cat([gated_backward[1], gated_backward[0]], 1)
+-bias_grad: f32[128] = te.bias_grad(cat)
+-quantize: (f8e5m2[32, 128], f8e5m2[128, 32], f32[1]) = te.quantize(cat, e5m2[row+column])
+-return bias_grad, quantize[0], quantize[1], quantize[2]
++gated_backward_quantize_halves: (bf16[32, 128], f8e5m2[32, 128], f8e5m2[128, 32], f32[1]) = te.gated_backward_quantize_halves(x0, x1, x2, 'silu', e5m2[row+column], keep_output=True, gate_first=False)
++bias_grad: f32[128] = te.bias_grad(gated_backward_quantize_halves[0])
++return bias_grad, gated_backward_quantize_halves[1], gated_backward_quantize_halves[2], gated_backward_quantize_halves[3]""",
     )
 
 

@@ -1,4 +1,4 @@
-"""Each forward fusion by itself: the graph before and after."""
+"""Each forward fusion by itself: what it changes of a graph."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from helpers.graphs.differences import changes
 from helpers.graphs.graph_builder import BOTH, ROWS, Builder, aten, te
 from helpers.kernels.gemms import arguments
 from torch import fx
@@ -24,12 +25,12 @@ def fake() -> Iterator[None]:
         yield
 
 
-def before_and_after(graph: fx.Graph, *names: str) -> str:
-    """The graph's text, and its text after the fusions of those names, which must fire."""
+def changed(graph: fx.Graph, *names: str) -> str:
+    """By the fusions of those names, which must fire."""
     before = graph_text(graph)
     assert [name for name, _ in fuse(graph, "forward", names)] == list(names)
     assert fuse(graph, "forward", names) == []
-    return f"{before}\n\n{graph_text(graph)}"
+    return changes(before, graph_text(graph))
 
 
 def normalized(b: Builder, x: fx.Node, quantizer: object = BOTH) -> list[fx.Node]:
@@ -41,18 +42,14 @@ def normalized(b: Builder, x: fx.Node, quantizer: object = BOTH) -> list[fx.Node
 def test_norm_quantize() -> None:
     b = Builder(X, WEIGHT)
     assert_expected_inline(
-        before_and_after(b.returns(*normalized(b, b.inputs[0])), "fuse_norm_quantize"),
+        changed(b.returns(*normalized(b, b.inputs[0])), "fuse_norm_quantize"),
         """\
-x0: bf16[32, 64] = input
-x1: bf16[64] = input
-rms_norm: (bf16[32, 64], f32[32]) = te.rms_norm(x0, x1, 1e-05, cast_before_weight=False, zero_centered=False)
-quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(rms_norm[0], e4m3[row+column])
-return rms_norm[1], quantize[0], quantize[1], quantize[2]
-
-x0: bf16[32, 64] = input
-x1: bf16[64] = input
-rms_norm_quantize: (f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.rms_norm_quantize(x0, x1, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
-return rms_norm_quantize[0], rms_norm_quantize[1], rms_norm_quantize[2], rms_norm_quantize[3]""",
+@@ -3,3 +3,2 @@
+-rms_norm: (bf16[32, 64], f32[32]) = te.rms_norm(x0, x1, 1e-05, cast_before_weight=False, zero_centered=False)
+-quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(rms_norm[0], e4m3[row+column])
+-return rms_norm[1], quantize[0], quantize[1], quantize[2]
++rms_norm_quantize: (f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.rms_norm_quantize(x0, x1, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
++return rms_norm_quantize[0], rms_norm_quantize[1], rms_norm_quantize[2], rms_norm_quantize[3]""",
     )
 
 
@@ -62,21 +59,15 @@ def test_norm_add_quantize() -> None:
     h = b.call(aten.add.Tensor, *b.inputs[:2])
     graph = b.returns(h, *normalized(b, h))
     assert_expected_inline(
-        before_and_after(graph, "fuse_norm_quantize", "fuse_norm_add_quantize"),
+        changed(graph, "fuse_norm_quantize", "fuse_norm_add_quantize"),
         """\
-x0: bf16[32, 64] = input
-x1: bf16[32, 64] = input
-x2: bf16[64] = input
-add: bf16[32, 64] = aten.add(x0, x1)
-rms_norm: (bf16[32, 64], f32[32]) = te.rms_norm(add, x2, 1e-05, cast_before_weight=False, zero_centered=False)
-quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(rms_norm[0], e4m3[row+column])
-return add, rms_norm[1], quantize[0], quantize[1], quantize[2]
-
-x0: bf16[32, 64] = input
-x1: bf16[32, 64] = input
-x2: bf16[64] = input
-add_rms_norm_quantize: (bf16[32, 64], f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.add_rms_norm_quantize(x0, x1, x2, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
-return add_rms_norm_quantize[0], add_rms_norm_quantize[1], add_rms_norm_quantize[2], add_rms_norm_quantize[3], add_rms_norm_quantize[4]""",
+@@ -4,4 +4,2 @@
+-add: bf16[32, 64] = aten.add(x0, x1)
+-rms_norm: (bf16[32, 64], f32[32]) = te.rms_norm(add, x2, 1e-05, cast_before_weight=False, zero_centered=False)
+-quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(rms_norm[0], e4m3[row+column])
+-return add, rms_norm[1], quantize[0], quantize[1], quantize[2]
++add_rms_norm_quantize: (bf16[32, 64], f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.add_rms_norm_quantize(x0, x1, x2, 1e-05, cast_before_weight=False, zero_centered=False, quantizer=e4m3[row+column], keep_output=False)
++return add_rms_norm_quantize[0], add_rms_norm_quantize[1], add_rms_norm_quantize[2], add_rms_norm_quantize[3], add_rms_norm_quantize[4]""",
     )
 
 
@@ -87,25 +78,15 @@ def test_layer_norm_add_quantize() -> None:
     y, mean, rstd = b.read(b.call(te.layer_norm.default, h, b.inputs[3], b.inputs[3], 1e-5), 0, 1, 2)
     graph = b.returns(h, y, mean, rstd, *b.read(b.call(te.quantize.default, y, BOTH), 0, 1, 2))
     assert_expected_inline(
-        before_and_after(graph, "fuse_norm_quantize", "fuse_norm_add_quantize"),
+        changed(graph, "fuse_norm_quantize", "fuse_norm_add_quantize"),
         """\
-x0: bf16[32, 64] = input
-x1: bf16[32, 16] = input
-x2: bf16[16, 64] = input
-x3: bf16[64] = input
-mm: bf16[32, 64] = aten.mm(x1, x2)
-add: bf16[32, 64] = aten.add(mm, x0)
-layer_norm: (bf16[32, 64], f32[32], f32[32]) = te.layer_norm(add, x3, x3, 1e-05)
-quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(layer_norm[0], e4m3[row+column])
-return add, layer_norm[0], layer_norm[1], layer_norm[2], quantize[0], quantize[1], quantize[2]
-
-x0: bf16[32, 64] = input
-x1: bf16[32, 16] = input
-x2: bf16[16, 64] = input
-x3: bf16[64] = input
-mm: bf16[32, 64] = aten.mm(x1, x2)
-add_layer_norm_quantize: (bf16[32, 64], bf16[32, 64], f32[32], f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.add_layer_norm_quantize(mm, x0, x3, x3, 1e-05, e4m3[row+column], keep_output=True)
-return add_layer_norm_quantize[0], add_layer_norm_quantize[1], add_layer_norm_quantize[2], add_layer_norm_quantize[3], add_layer_norm_quantize[4], add_layer_norm_quantize[5], add_layer_norm_quantize[6]""",
+@@ -6,4 +6,2 @@
+-add: bf16[32, 64] = aten.add(mm, x0)
+-layer_norm: (bf16[32, 64], f32[32], f32[32]) = te.layer_norm(add, x3, x3, 1e-05)
+-quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(layer_norm[0], e4m3[row+column])
+-return add, layer_norm[0], layer_norm[1], layer_norm[2], quantize[0], quantize[1], quantize[2]
++add_layer_norm_quantize: (bf16[32, 64], bf16[32, 64], f32[32], f32[32], f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.add_layer_norm_quantize(mm, x0, x3, x3, 1e-05, e4m3[row+column], keep_output=True)
++return add_layer_norm_quantize[0], add_layer_norm_quantize[1], add_layer_norm_quantize[2], add_layer_norm_quantize[3], add_layer_norm_quantize[4], add_layer_norm_quantize[5], add_layer_norm_quantize[6]""",
     )
 
 
@@ -115,21 +96,17 @@ def test_activation_quantize() -> None:
     for y in (b.call(te.activation.default, b.inputs[0], "gelu"), b.call(te.gated.default, *b.inputs, "silu")):
         results += b.read(b.call(te.quantize.default, y, BOTH), 0, 1, 2)
     assert_expected_inline(
-        before_and_after(b.returns(*results), "fuse_activation_quantize"),
+        changed(b.returns(*results), "fuse_activation_quantize"),
         """\
-x0: bf16[32, 64] = input
-x1: bf16[32, 64] = input
-activation: bf16[32, 64] = te.activation(x0, 'gelu')
-gated: bf16[32, 64] = te.gated(x0, x1, 'silu')
-quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(activation, e4m3[row+column])
-quantize_1: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(gated, e4m3[row+column])
-return quantize[0], quantize[1], quantize[2], quantize_1[0], quantize_1[1], quantize_1[2]
-
-x0: bf16[32, 64] = input
-x1: bf16[32, 64] = input
-activation_quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.activation_quantize(x0, 'gelu', e4m3[row+column], keep_output=False)
-gated_quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.gated_quantize(x0, x1, 'silu', e4m3[row+column], keep_output=False)
-return activation_quantize[0], activation_quantize[1], activation_quantize[2], gated_quantize[0], gated_quantize[1], gated_quantize[2]""",
+@@ -3,5 +3,3 @@
+-activation: bf16[32, 64] = te.activation(x0, 'gelu')
+-gated: bf16[32, 64] = te.gated(x0, x1, 'silu')
+-quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(activation, e4m3[row+column])
+-quantize_1: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(gated, e4m3[row+column])
+-return quantize[0], quantize[1], quantize[2], quantize_1[0], quantize_1[1], quantize_1[2]
++activation_quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.activation_quantize(x0, 'gelu', e4m3[row+column], keep_output=False)
++gated_quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.gated_quantize(x0, x1, 'silu', e4m3[row+column], keep_output=False)
++return activation_quantize[0], activation_quantize[1], activation_quantize[2], gated_quantize[0], gated_quantize[1], gated_quantize[2]""",
     )
 
 
@@ -147,33 +124,19 @@ def test_gemm_gated() -> None:
     b = Builder(X, (128, 64), (128, 64))
     h = gate_and_up(b, 1)
     assert_expected_inline(
-        before_and_after(b.returns(*b.read(h, 0, 1, 2), h.args[0]), "fuse_gemm_gated"),
+        changed(b.returns(*b.read(h, 0, 1, 2), h.args[0]), "fuse_gemm_gated"),
         """\
-x0: bf16[32, 64] = input
-x1: bf16[128, 64] = input
-x2: bf16[128, 64] = input
-quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x0, e4m3[row+column])
-quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([x1, x2], e4m3[row+column], by_columns=False)
-gemm: bf16[32, 256] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_stacked[0], quantize_stacked[2]], e4m3[row], bf16, fast_accum=True, along='N', segments=[128, 128])
-slice: bf16[32, 128] = aten.slice(gemm, 1, 0, 128)
-view: bf16[4, 8, 128] = aten.view(slice, [4, 8, 128])
-slice_1: bf16[32, 128] = aten.slice(gemm, 1, 128, 256)
-view_1: bf16[4, 8, 128] = aten.view(slice_1, [4, 8, 128])
-gated_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.gated_quantize(view_1, view, 'silu', e4m3[row+column], keep_output=False)
-return gated_quantize[0], gated_quantize[1], gated_quantize[2], view_1
-
-x0: bf16[32, 64] = input
-x1: bf16[128, 64] = input
-x2: bf16[128, 64] = input
-quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x0, e4m3[row+column])
-quantize_stacked: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([x1, x2], e4m3[row+column], by_columns=False)
-gemm_gated: (bf16[32, 256], f32[512]) = te.gemm_gated([quantize[0], quantize[2]], e4m3[row], [quantize_stacked[0], quantize_stacked[2]], e4m3[row], fast_accum=True, gate=1, kind='silu')
-slice: bf16[32, 128] = aten.slice(gemm_gated[0], 1, 0, 128)
-view: bf16[4, 8, 128] = aten.view(slice, [4, 8, 128])
-slice_1: bf16[32, 128] = aten.slice(gemm_gated[0], 1, 128, 256)
-view_1: bf16[4, 8, 128] = aten.view(slice_1, [4, 8, 128])
-gated_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.gated_quantize(view_1, view, 'silu', e4m3[row+column], keep_output=False, amax=gemm_gated[1])
-return gated_quantize[0], gated_quantize[1], gated_quantize[2], view_1""",
+@@ -6,2 +6,2 @@
+-gemm: bf16[32, 256] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_stacked[0], quantize_stacked[2]], e4m3[row], bf16, fast_accum=True, along='N', segments=[128, 128])
+-slice: bf16[32, 128] = aten.slice(gemm, 1, 0, 128)
++gemm_gated: (bf16[32, 256], f32[512]) = te.gemm_gated([quantize[0], quantize[2]], e4m3[row], [quantize_stacked[0], quantize_stacked[2]], e4m3[row], fast_accum=True, gate=1, kind='silu')
++slice: bf16[32, 128] = aten.slice(gemm_gated[0], 1, 0, 128)
+@@ -9 +9 @@
+-slice_1: bf16[32, 128] = aten.slice(gemm, 1, 128, 256)
++slice_1: bf16[32, 128] = aten.slice(gemm_gated[0], 1, 128, 256)
+@@ -11 +11 @@
+-gated_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.gated_quantize(view_1, view, 'silu', e4m3[row+column], keep_output=False)
++gated_quantize: (f8e4m3[32, 128], f8e4m3[128, 32], f32[1]) = te.gated_quantize(view_1, view, 'silu', e4m3[row+column], keep_output=False, amax=gemm_gated[1])""",
     )
 
 
@@ -193,24 +156,14 @@ def test_gemm_bias() -> None:
     product = b.call(te.gemm.default, *arguments(*operands[0], *operands[1], None, torch.float32, True))
     graph = b.returns(b.call(te.add_bias.default, product, b.inputs[2], torch.bfloat16))
     assert_expected_inline(
-        before_and_after(graph, "fuse_gemm_bias"),
+        changed(graph, "fuse_gemm_bias"),
         """\
-x0: bf16[32, 64] = input
-x1: bf16[48, 64] = input
-x2: bf16[48] = input
-quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x0, e4m3[row+column])
-quantize_1: (f8e4m3[48, 64], f8e4m3[64, 48], f32[1]) = te.quantize(x1, e4m3[row+column])
-gemm: f32[32, 48] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], f32, fast_accum=True)
-add_bias: bf16[32, 48] = te.add_bias(gemm, x2, bf16)
-return add_bias
-
-x0: bf16[32, 64] = input
-x1: bf16[48, 64] = input
-x2: bf16[48] = input
-quantize: (f8e4m3[32, 64], f8e4m3[64, 32], f32[1]) = te.quantize(x0, e4m3[row+column])
-quantize_1: (f8e4m3[48, 64], f8e4m3[64, 48], f32[1]) = te.quantize(x1, e4m3[row+column])
-gemm: bf16[32, 48] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=True, bias=x2)
-return gemm""",
+@@ -6,3 +6,2 @@
+-gemm: f32[32, 48] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], f32, fast_accum=True)
+-add_bias: bf16[32, 48] = te.add_bias(gemm, x2, bf16)
+-return add_bias
++gemm_1: bf16[32, 48] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_1[0], quantize_1[2]], e4m3[row], bf16, fast_accum=True, bias=x2)
++return gemm_1""",
     )
 
 
@@ -294,23 +247,15 @@ def test_gemm_amax() -> None:
     y = b.call(te.gemm.default, *arguments(*x, *w, None, torch.bfloat16, True))
     q = b.read(b.call(te.quantize.default, y, ROWS), 0, 1)
     assert_expected_inline(
-        before_and_after(b.returns(*q), "fuse_gemm_amax"),
+        changed(b.returns(*q), "fuse_gemm_amax"),
         """\
-x0: bf16[32, 2048] = input
-x1: bf16[2048, 2048] = input
-quantize: (f8e4m3[32, 2048], f32[1]) = te.quantize(x0, e4m3[row])
-quantize_1: (f8e4m3[2048, 2048], f32[1]) = te.quantize(x1, e4m3[row])
-gemm: bf16[32, 2048] = te.gemm([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True)
-quantize_2: (f8e4m3[32, 2048], f32[1]) = te.quantize(gemm, e4m3[row])
-return quantize_2[0], quantize_2[1]
-
-x0: bf16[32, 2048] = input
-x1: bf16[2048, 2048] = input
-quantize: (f8e4m3[32, 2048], f32[1]) = te.quantize(x0, e4m3[row])
-quantize_1: (f8e4m3[2048, 2048], f32[1]) = te.quantize(x1, e4m3[row])
-gemm_amax: (bf16[32, 2048], f32[512]) = te.gemm_amax([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True)
-quantize_with_amax: (f8e4m3[32, 2048], f32[1]) = te.quantize_with_amax(gemm_amax[0], e4m3[row], gemm_amax[1])
-return quantize_with_amax[0], quantize_with_amax[1]""",
+@@ -5,3 +5,3 @@
+-gemm: bf16[32, 2048] = te.gemm([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True)
+-quantize_2: (f8e4m3[32, 2048], f32[1]) = te.quantize(gemm, e4m3[row])
+-return quantize_2[0], quantize_2[1]
++gemm_amax: (bf16[32, 2048], f32[512]) = te.gemm_amax([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True)
++quantize_with_amax: (f8e4m3[32, 2048], f32[1]) = te.quantize_with_amax(gemm_amax[0], e4m3[row], gemm_amax[1])
++return quantize_with_amax[0], quantize_with_amax[1]""",
     )
 
 
@@ -342,27 +287,16 @@ def test_gemm_add() -> None:
     b = Builder(X, (64, 64), (4, 8, 64))
     y = b.call(aten.view.default, product(b), [4, 8, 64])
     assert_expected_inline(
-        before_and_after(b.returns(b.call(aten.add.Tensor, b.inputs[2], y)), "fuse_gemm_add"),
+        changed(b.returns(b.call(aten.add.Tensor, b.inputs[2], y)), "fuse_gemm_add"),
         """\
-x0: bf16[32, 64] = input
-x1: bf16[64, 64] = input
-x2: bf16[4, 8, 64] = input
-quantize: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
-quantize_1: (f8e4m3[64, 64], f32[1]) = te.quantize(x1, e4m3[row])
-gemm: bf16[32, 64] = te.gemm([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True)
-view: bf16[4, 8, 64] = aten.view(gemm, [4, 8, 64])
-add: bf16[4, 8, 64] = aten.add(x2, view)
-return add
-
-x0: bf16[32, 64] = input
-x1: bf16[64, 64] = input
-x2: bf16[4, 8, 64] = input
-quantize: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
-quantize_1: (f8e4m3[64, 64], f32[1]) = te.quantize(x1, e4m3[row])
-view: bf16[32, 64] = aten.view(x2, [32, 64])
-gemm: bf16[32, 64] = te.gemm([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True, addend=view)
-view_1: bf16[4, 8, 64] = aten.view(gemm, [4, 8, 64])
-return view_1""",
+@@ -6 +6,2 @@
+-gemm: bf16[32, 64] = te.gemm([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True)
++view_1: bf16[32, 64] = aten.view(x2, [32, 64])
++gemm: bf16[32, 64] = te.gemm([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True, addend=view_1)
+@@ -8,2 +9 @@
+-add: bf16[4, 8, 64] = aten.add(x2, view)
+-return add
++return view""",
     )
 
 
@@ -374,43 +308,22 @@ def test_gemm_add_of_three_products() -> None:
         y = b.call(aten.view.default, product(b, last=number), [4, 8, 64])
         total = b.call(aten.add.Tensor, total, y)
     assert_expected_inline(
-        before_and_after(b.returns(total), "fuse_gemm_add"),
+        changed(b.returns(total), "fuse_gemm_add"),
         """\
-x0: bf16[32, 64] = input
-x1: bf16[64, 64] = input
-x2: bf16[64, 64] = input
-x3: bf16[64, 64] = input
-quantize: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
-quantize_1: (f8e4m3[64, 64], f32[1]) = te.quantize(x1, e4m3[row])
-gemm: bf16[32, 64] = te.gemm([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True)
-view: bf16[4, 8, 64] = aten.view(gemm, [4, 8, 64])
-quantize_2: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
-quantize_3: (f8e4m3[64, 64], f32[1]) = te.quantize(x2, e4m3[row])
-gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], e4m3[row], [quantize_3[0], quantize_3[1]], e4m3[row], bf16, fast_accum=True)
-view_1: bf16[4, 8, 64] = aten.view(gemm_1, [4, 8, 64])
-add: bf16[4, 8, 64] = aten.add(view, view_1)
-quantize_4: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
-quantize_5: (f8e4m3[64, 64], f32[1]) = te.quantize(x3, e4m3[row])
-gemm_2: bf16[32, 64] = te.gemm([quantize_4[0], quantize_4[1]], e4m3[row], [quantize_5[0], quantize_5[1]], e4m3[row], bf16, fast_accum=True)
-view_2: bf16[4, 8, 64] = aten.view(gemm_2, [4, 8, 64])
-add_1: bf16[4, 8, 64] = aten.add(add, view_2)
-return add_1
-
-x0: bf16[32, 64] = input
-x1: bf16[64, 64] = input
-x2: bf16[64, 64] = input
-x3: bf16[64, 64] = input
-quantize: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
-quantize_1: (f8e4m3[64, 64], f32[1]) = te.quantize(x1, e4m3[row])
-gemm: bf16[32, 64] = te.gemm([quantize[0], quantize[1]], e4m3[row], [quantize_1[0], quantize_1[1]], e4m3[row], bf16, fast_accum=True)
-quantize_2: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
-quantize_3: (f8e4m3[64, 64], f32[1]) = te.quantize(x2, e4m3[row])
-gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], e4m3[row], [quantize_3[0], quantize_3[1]], e4m3[row], bf16, fast_accum=True, addend=gemm)
-quantize_4: (f8e4m3[32, 64], f32[1]) = te.quantize(x0, e4m3[row])
-quantize_5: (f8e4m3[64, 64], f32[1]) = te.quantize(x3, e4m3[row])
-gemm_2: bf16[32, 64] = te.gemm([quantize_4[0], quantize_4[1]], e4m3[row], [quantize_5[0], quantize_5[1]], e4m3[row], bf16, fast_accum=True, addend=gemm_1)
-view: bf16[4, 8, 64] = aten.view(gemm_2, [4, 8, 64])
-return view""",
+@@ -8 +7,0 @@
+-view: bf16[4, 8, 64] = aten.view(gemm, [4, 8, 64])
+@@ -11,3 +10 @@
+-gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], e4m3[row], [quantize_3[0], quantize_3[1]], e4m3[row], bf16, fast_accum=True)
+-view_1: bf16[4, 8, 64] = aten.view(gemm_1, [4, 8, 64])
+-add: bf16[4, 8, 64] = aten.add(view, view_1)
++gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], e4m3[row], [quantize_3[0], quantize_3[1]], e4m3[row], bf16, fast_accum=True, addend=gemm)
+@@ -16 +13 @@
+-gemm_2: bf16[32, 64] = te.gemm([quantize_4[0], quantize_4[1]], e4m3[row], [quantize_5[0], quantize_5[1]], e4m3[row], bf16, fast_accum=True)
++gemm_2: bf16[32, 64] = te.gemm([quantize_4[0], quantize_4[1]], e4m3[row], [quantize_5[0], quantize_5[1]], e4m3[row], bf16, fast_accum=True, addend=gemm_1)
+@@ -18,2 +15 @@
+-add_1: bf16[4, 8, 64] = aten.add(add, view_2)
+-return add_1
++return view_2""",
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from helpers.models.snapshot_models import HIDDEN, GeluMLP, capture_training, kernels_everywhere, launches
 
-from te_dynamo.recipe import MXFP8BlockScaling, Recipe
+from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
 from te_dynamo.testing import capture_on_fake_cuda
 
 SHAPE = (32, 64)
@@ -26,6 +26,11 @@ def graphs(recipe: str | Recipe) -> dict[str, str]:
     """The te operations of the fused forward and backward, on fake CUDA."""
     captured = capture_training(GeluMLP, SHAPE, "cuda", recipe=recipe)
     return {stage: te_lines(captured[stage]) for stage in ("forward", "backward")}
+
+
+def what_quantizes(recipe: Recipe) -> str:
+    """The operations of the fused forward and backward that write FP8."""
+    return "\n".join(line for text in graphs(recipe).values() for line in text.splitlines() if "quantize(" in line)
 
 
 def lowered(recipe: str | Recipe) -> dict[str, str]:
@@ -266,3 +271,30 @@ def test_a_symbolic_number_of_tokens_reaches_the_launches(recipe: str | Recipe) 
     for stage in ("lower.forward", "lower.backward"):
         text = graphs[stage]
         assert "s0: int = input" in text and "= te." not in text and "triton." in text
+
+
+def test_producers_of_blocks() -> None:
+    """The norm, the GELU and its gradient write the blocks of their results, which are nowhere in bf16."""
+    assert_expected_inline(
+        what_quantizes(Float8BlockScaling(fused_producers=True)),
+        """\
+layer_norm_quantize: (f32[32], f32[32], f8e4m3[32, 64], f32[1, 32], f8e4m3[64, 32], f32[1, 64]) = te.layer_norm_quantize(x, norm.weight, norm.bias, 1e-05, e4m3 1x128[row+column, fused], keep_output=False)
+quantize: (f8e4m3[128, 64], f32[1, 4], f8e4m3[64, 128], f32[1, 4]) = te.quantize(fc1.weight, e4m3 128x128[row+column, fused])
+activation_quantize: (f8e4m3[32, 128], f32[1, 32], f8e4m3[128, 32], f32[1, 128]) = te.activation_quantize(gemm, 'gelu', e4m3 1x128[row+column, fused], keep_output=False)
+quantize_1: (f8e4m3[64, 128], f32[1, 4], f8e4m3[128, 64], f32[1, 4]) = te.quantize(fc2.weight, e4m3 128x128[row+column, fused])
+quantize_2: (f8e4m3[32, 64], f32[1, 32], f8e4m3[64, 32], f32[1, 64]) = te.quantize(tangents_1, e4m3 1x128[row+column, fused])
+activation_backward_quantize: (f32[128], f8e4m3[32, 128], f32[1, 32], f8e4m3[128, 32], f32[1, 128]) = te.activation_backward_quantize(gemm_1, gemm, 'gelu', e4m3 1x128[row+column, fused], keep_output=False, bias_grad=True)""",
+    )
+
+
+def test_producers_of_mxfp8() -> None:
+    assert_expected_inline(
+        what_quantizes(MXFP8BlockScaling(fused_producers=True)),
+        """\
+layer_norm_quantize: (f32[32], f32[32], f8e4m3[32, 64], u8[128, 4], f8e4m3[32, 64], u8[4, 128]) = te.layer_norm_quantize(x, norm.weight, norm.bias, 1e-05, mxfp8[row+column, fused], keep_output=False)
+quantize: (f8e4m3[128, 64], u8[128, 4], f8e4m3[128, 64], u8[4, 128]) = te.quantize(fc1.weight, mxfp8[row+column, fused])
+activation_quantize: (f8e4m3[32, 128], u8[128, 4], f8e4m3[32, 128], u8[4, 128]) = te.activation_quantize(gemm, 'gelu', mxfp8[row+column, fused], keep_output=False)
+quantize_1: (f8e4m3[64, 128], u8[128, 4], f8e4m3[64, 128], u8[4, 128]) = te.quantize(fc2.weight, mxfp8[row+column, fused])
+quantize_2: (f8e4m3[32, 64], u8[128, 4], f8e4m3[32, 64], u8[4, 128]) = te.quantize(tangents_1, mxfp8[row+column, fused])
+activation_backward_quantize: (f32[128], f8e4m3[32, 128], u8[128, 4], f8e4m3[32, 128], u8[4, 128]) = te.activation_backward_quantize(gemm_1, gemm, 'gelu', mxfp8[row+column, fused], keep_output=False, bias_grad=True)""",
+    )

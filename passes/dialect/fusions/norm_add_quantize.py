@@ -24,8 +24,12 @@ import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.memory import is_in_memory
-from te_dynamo.dialect.norm import layer_norm_quantize, rms_norm_quantize
-from te_dynamo.dialect.norm_add import add_layer_norm_quantize, add_rms_norm_quantize
+from te_dynamo.dialect.norm import (
+    add_layer_norm_quantize,
+    add_rms_norm_quantize,
+    layer_norm_quantize,
+    rms_norm_quantize,
+)
 from te_dynamo.passes.dialect.graph import call_like, calls, is_plain_sum, item_users, read_item
 
 __all__ = ["fuse_norm_add_quantize"]

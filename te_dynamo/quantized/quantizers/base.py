@@ -64,7 +64,8 @@ class Quantizer(metaclass=OpaqueMeta):
     `one_scale` both in dgrad too, where segments with scales of rows each would have to be scaled apart before they are added."""
 
     experts_begin_at: ClassVar[int] = 1
-    """Where the experts of a weight [G, N, K] may begin, read as [G N, K]: a multiple of it, so that none shares a block with another."""
+    """Where the experts of a weight [G, N, K] may begin, read as [G N, K], or a shard of a weight: a multiple of it, so that none shares a
+    block with another."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -118,6 +119,10 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def scaling(self) -> Literal["tensor", "row", "1x128", "128x128", "1x32", "1x16"]:
         """What has one scale, as GEMMs are told (`Operand` of kernels/gemm/request.py)."""
+        raise NotImplementedError
+
+    def recipe(self) -> tuple[str, dict[str, Any]]:
+        """(name, options) of the recipe whose GEMMs multiply by a weight that is held so: activations are scaled as the weight is."""
         raise NotImplementedError
 
     def needs_random(self) -> bool:

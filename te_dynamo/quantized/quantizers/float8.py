@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -62,6 +62,9 @@ class RowScalesQuantizer(ScaledQuantizer):
     def scaling(self) -> Literal["row"]:
         return "row"
 
+    def recipe(self) -> tuple[str, dict[str, Any]]:
+        return "float8_rowwise", {"power_of_two_scales": self.power_of_two_scale}
+
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
         return RowForm.NAMES[2:] if columnwise else RowForm.NAMES[:2]
 
@@ -75,6 +78,9 @@ class OneScaleQuantizer(ScaledQuantizer):
 
     def scaling(self) -> Literal["tensor"]:
         return "tensor"
+
+    def recipe(self) -> tuple[str, dict[str, Any]]:
+        return "float8_current_scaling", {"power_of_two_scales": self.power_of_two_scale}
 
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
         return ("transpose" if columnwise else "data", "scale_inv")

@@ -50,6 +50,10 @@ class Float8BlockQuantizer(Float8Quantizer):
     def scaling(self) -> Literal["1x128", "128x128"]:
         return "1x128" if self.block_dims == 1 else "128x128"
 
+    def recipe(self) -> tuple[str, dict[str, Any]]:
+        options = {"weight_block_dims": self.block_dims, "power_of_two_scales": self.power_of_two_scale}
+        return "float8_block_scaling", options
+
     def no_groups_reason(self) -> str:
         return "" if self.block_dims == 1 else "blocks of 128 rows would be two experts'"
 

@@ -49,6 +49,9 @@ class MXFP8Quantizer(Float8Quantizer):
     def scaling(self) -> Literal["1x32", "1x128"]:
         return "1x32" if self.scale_block == BLOCK or self.swizzled else "1x128"
 
+    def recipe(self) -> tuple[str, dict[str, Any]]:
+        return "mxfp8", {"scale_block": self.scale_block}
+
     def transposes_columns(self) -> bool:
         return self.scale_block != BLOCK
 

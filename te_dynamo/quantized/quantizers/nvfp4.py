@@ -48,6 +48,9 @@ class NVFP4Quantizer(Quantizer):
     def scaling(self) -> Literal["1x16"]:
         return "1x16"
 
+    def recipe(self) -> tuple[str, dict[str, Any]]:
+        return "nvfp4", {"two_d_weights": self.two_d}
+
     def needs_random(self) -> bool:
         return self.stochastic_rounding
 

@@ -280,7 +280,7 @@ CASES: dict[str, Case] = {
     "quantize_grouped_rowwise": (
         te.quantize,
         lambda: (bf16(3, 32, 64), Float8GroupedRowwiseQuantizer()),
-        "quantize_rows_kernel -> data, scale_inv\nquantize_columns_of_matrices_kernel -> data, scale_inv",
+        "quantize_rows_kernel -> data, scale_inv\nquantize_rows_kernel -> data, scale_inv",
     ),
     "quantize_group_columns rowwise": (
         te.quantize_group_columns,

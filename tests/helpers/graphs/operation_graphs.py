@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import torch
+from helpers.graphs.differences import changes
 
 import te_dynamo
 from te_dynamo.fusion_registry import Fusion
@@ -58,7 +59,7 @@ def without_inputs(text: str) -> str:
 
 
 def before_and_after(ops: Sequence[FusibleOperation], fusion: Fusion) -> str:
-    """Of both halves: the operations without the fusion and with it, the graph without it, and that with it where it is another."""
+    """Of both halves: the operations without the fusion and with it, the graph without it, and what of that it changes."""
     before, after = graphs(ops, None), graphs(ops, fusion)
     lines = []
     for half in ("forward", "backward"):
@@ -68,7 +69,7 @@ def before_and_after(ops: Sequence[FusibleOperation], fusion: Fusion) -> str:
         names = ", ".join(type(group.op).__name__ for group in groups)
         lines += [f"{half} of {unfused}:", before[half], ""]
         if names != unfused:
-            lines += [f"{half} of {names}:", "the same graph" if after[half] == before[half] else after[half], ""]
+            lines += [f"{half} of {names}:", changes(before[half], after[half], gone=False) or "the same graph", ""]
         else:
             assert after[half] == before[half] or half == "backward", "only names of what forward saves may change"
     return "\n".join(lines).rstrip()

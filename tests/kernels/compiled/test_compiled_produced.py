@@ -15,6 +15,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_fast_case
 @pytest.mark.parametrize("name", ["h200", "l40s", "b200", "rtx5090"])
 @pytest.mark.parametrize("cases", slow_but(1, CASES))
 def test_no_register_is_spilled(name: str, cases: str, import_benchmark: Callable[[str], ModuleType]) -> None:

@@ -23,7 +23,7 @@ from te_dynamo.kernels.gemm.request import Operand, Request, check
 from te_dynamo.kernels.gemm.tiles import GROUPED_TILES, Tile, specialized_tile
 from te_dynamo.kernels.layouts.row import GroupedRowForm, RowForm
 from te_dynamo.kernels.quantize.float8_rowwise import quantize_rowwise_reference
-from te_dynamo.kernels.quantize.grouped_rows import (
+from te_dynamo.kernels.quantize.rows_of_several import (
     quantize_columns_of_groups,
     quantize_columns_of_groups_reference,
     quantize_grouped_rows,

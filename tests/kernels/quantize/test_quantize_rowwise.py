@@ -27,7 +27,7 @@ from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.quantize.current import quantize_reference
 from te_dynamo.kernels.quantize.float8_rowwise import quantize_rowwise, quantize_rowwise_reference
-from te_dynamo.kernels.quantize.stacked_rows import quantize_stacked_rows, quantize_stacked_rows_reference
+from te_dynamo.kernels.quantize.rows_of_several import quantize_stacked_rows, quantize_stacked_rows_reference
 from te_dynamo.kernels.tiles.fp8 import zero_padded
 
 E4M3 = torch.float8_e4m3fn

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from helpers.graphs.graph_builder import E5M2, Builder, te
 
+from te_dynamo.errors import QuantizationError
 from te_dynamo.lowering.in_place import launches_in_place
 from te_dynamo.passes.dialect.fuser import fuse
 from te_dynamo.passes.dialect.low_memory import make_columns_late
@@ -43,3 +45,13 @@ def test_codes_do_not_take_dys_place(quantizer: Quantizer) -> None:
         node = b.call(te.gated_backward_quantize_halves.default, dy, *b.inputs[1:], "silu", rows, False, True)
         b.returns(*b.read(node, 0, 1))
         assert launches_in_place(node) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("quantizer", BLOCKS, ids=lambda quantizer: quantizer.describe())
+def test_two_gradients_in_blocks_are_no_stack(quantizer: Quantizer, device: str) -> None:
+    gradients = [torch.empty(128, 128, dtype=torch.bfloat16, device=device) for _ in range(3)]
+    with pytest.raises(
+        QuantizationError, match="stacked=True takes one scale a tensor; without it each gradient has buffers"
+    ):
+        te.gated_backward_quantize.default(*gradients, "silu", quantizer, False, True)
