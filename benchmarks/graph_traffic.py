@@ -142,7 +142,8 @@ def count(graph: fx.Graph) -> tuple[int, int, int, int]:
             continue
         if ours or product or any(word in name for word in ALONE):
             gemms, te, others = gemms + product, te + (ours and not product), others + (not ours and not product)
-            nbytes += bytes_of([node, *{source(x) for x in node.all_input_nodes}])
+            read = [] if name.startswith("te.hints") else node.all_input_nodes  # of that only the device
+            nbytes += bytes_of([node, *{source(x) for x in read}])
             continue
         merged = [node]
         for neighbour in {source(x) for x in node.all_input_nodes} & group.keys():

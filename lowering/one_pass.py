@@ -20,9 +20,8 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from te_dynamo.dialect.activation import activation_backward_quantize, activation_quantize
 from te_dynamo.dialect.fakes import fake_mode_of
 from te_dynamo.dialect.gated import gated_backward_quantize, gated_backward_quantize_halves, gated_quantize
-from te_dynamo.dialect.hints import hints
 from te_dynamo.dialect.memory import written_by_inductor
-from te_dynamo.dialect.quantize import finds_amax, quantize
+from te_dynamo.dialect.quantize import finds_amax, hints, quantize
 from te_dynamo.dialect.stacked import quantize_stacked
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.lowering.in_place import launches_in_place

@@ -20,7 +20,15 @@ from te_dynamo.kernels.tiles.fp8 import (
     tile_total,
     widened,
 )
-from te_dynamo.kernels.tiles.one_pass import begin_pass, end_pass, guessed, mended, no_amaxes, with_amaxes
+from te_dynamo.kernels.tiles.one_pass import (
+    begin_pass,
+    end_pass,
+    guessed,
+    mended,
+    no_amaxes,
+    tiles_to_mend,
+    with_amaxes,
+)
 from te_dynamo.kernels.tiles.row_quarters import load_quarter, quarter_codes, store_codes, store_quarter
 
 
@@ -174,7 +182,9 @@ def activation_write_kernel(
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     left = tiles
     if ROWWISE or COLUMNWISE:
-        scale, left = begin_pass(partials, hint, scale_inv, tiles, PARTIALS, FMAX, EPS, POWER_OF_TWO, PASS)
+        scale = begin_pass(partials, hint, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO, PASS)
+        if PASS == "mend":
+            left = tiles_to_mend(tiles, hint, scale)
     bits = no_amaxes(BLOCK_M // 4 if QUARTERS else BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), left, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)

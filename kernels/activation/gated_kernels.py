@@ -20,7 +20,15 @@ from te_dynamo.kernels.tiles.fp8 import (
     tile_origin,
     tile_total,
 )
-from te_dynamo.kernels.tiles.one_pass import begin_pass, end_pass, guessed, mended, no_amaxes, with_amaxes
+from te_dynamo.kernels.tiles.one_pass import (
+    begin_pass,
+    end_pass,
+    guessed,
+    mended,
+    no_amaxes,
+    tiles_to_mend,
+    with_amaxes,
+)
 from te_dynamo.kernels.tiles.row_quarters import load_quarter, quarter_codes, store_codes, store_quarter
 
 __all__ = [
@@ -117,7 +125,9 @@ def gated_write_kernel(
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     left = tiles
     if ROWWISE or COLUMNWISE:
-        scale, left = begin_pass(partials, hint, scale_inv, tiles, PARTIALS, FMAX, EPS, POWER_OF_TWO, PASS)
+        scale = begin_pass(partials, hint, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO, PASS)
+        if PASS == "mend":
+            left = tiles_to_mend(tiles, hint, scale)
     bits = no_amaxes(BLOCK_M, BLOCK_K)
     for index in tl.range(tl.program_id(0), left, tl.num_programs(0), num_stages=1):
         row, column = tile_from_the_end(index, tiles, K, BLOCK_M, BLOCK_K)
@@ -297,13 +307,14 @@ def gated_backward_write_kernel(
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     left = tiles
     if ROWWISE or COLUMNWISE:
-        g_scale, left = begin_pass(gate_partials, hint, gate_scale_inv, tiles, PARTIALS, FMAX, EPS, POWER_OF_TWO, PASS)
+        g_scale = begin_pass(gate_partials, hint, gate_scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO, PASS)
         u_scale = g_scale
         if GATE_HALF == -1:
-            u_scale, up_left = begin_pass(
-                *(up_partials, hint + 2, up_scale_inv, tiles, PARTIALS, FMAX, EPS, POWER_OF_TWO, PASS)
-            )
-            left = tl.maximum(left, up_left)
+            u_scale = begin_pass(up_partials, hint + 2, up_scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO, PASS)
+        if PASS == "mend":
+            left = tiles_to_mend(tiles, hint, g_scale)
+            if GATE_HALF == -1:
+                left = tl.maximum(left, tiles_to_mend(tiles, hint + 2, u_scale))
     ROWS: tl.constexpr = BLOCK_M // 4 if COLUMNWISE else BLOCK_M
     g_bits, u_bits = no_amaxes(ROWS, BLOCK_K), no_amaxes(ROWS, BLOCK_K)
     for index in tl.range(tl.program_id(0), left, tl.num_programs(0), num_stages=1):

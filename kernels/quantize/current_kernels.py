@@ -19,7 +19,16 @@ from te_dynamo.kernels.tiles.fp8 import (
     tile_origin,
     tile_total,
 )
-from te_dynamo.kernels.tiles.one_pass import begin_pass, end_pass, guessed, mended, no_amaxes, scaled, with_amaxes
+from te_dynamo.kernels.tiles.one_pass import (
+    begin_pass,
+    end_pass,
+    guessed,
+    mended,
+    no_amaxes,
+    scaled,
+    tiles_to_mend,
+    with_amaxes,
+)
 
 
 @triton.jit
@@ -165,7 +174,9 @@ def quantize_cast_kernel(
             store_quantized_tile(value, scale, row, column, M, K, rows, columns, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
     else:
         tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
-        scale, tiles = begin_pass(partials, hint, scale_inv, tiles, PARTIALS, FMAX, EPS, POWER_OF_TWO, PASS)
+        scale = begin_pass(partials, hint, scale_inv, PARTIALS, FMAX, EPS, POWER_OF_TWO, PASS)
+        if PASS == "mend":
+            tiles = tiles_to_mend(tiles, hint, scale)
         bits = cast_tiles(x, scale, tiles, data, transpose, M, K, PASS, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K)
         end_pass(partials, bits, PARTIALS, PASS)
 
@@ -225,9 +236,10 @@ def quantize_stacked_kernel(
     if PASS != "known":
         partials = partials0 + slot * PARTIALS
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
-    scale, tiles = begin_pass(
-        *(partials, hint + 2 * slot, scale_inv + slot, tiles, PARTIALS, FMAX, EPS, POWER_OF_TWO, PASS, count)
-    )
+    hint += 2 * slot
+    scale = begin_pass(partials, hint, scale_inv + slot, PARTIALS, FMAX, EPS, POWER_OF_TWO, PASS, count)
+    if PASS == "mend":
+        tiles = tiles_to_mend(tiles, hint, scale)
     bits = cast_tiles(
         *(x, scale, tiles, rows, columns, M, K, PASS, ROWWISE, COLUMNWISE, BLOCK_M, BLOCK_K),
         *(data_stride, transpose_stride),

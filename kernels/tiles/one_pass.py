@@ -43,7 +43,6 @@ def begin_pass(
     partials,
     hint,
     scale_inv,
-    tiles,
     PARTIALS: tl.constexpr,
     FMAX: tl.constexpr,
     EPS: tl.constexpr,
@@ -51,7 +50,7 @@ def begin_pass(
     PASS: tl.constexpr,
     count=None,
 ):
-    """(the scale to cast with, how many of the tiles have to be cast); one program also stores the scale's inverse and the next hint."""
+    """The scale to cast with; one program also stores its inverse and the next hint."""
     if PASS == "guess":
         scale = guessed_bits(hint).to(tl.float32, bitcast=True)
     else:
@@ -60,8 +59,13 @@ def begin_pass(
         bits = scale.to(tl.int32, bitcast=True)
         if tl.program_id(0) == 0:
             tl.store(tl.load(hint + 1).to(hint.dtype), bits.to(tl.int64))
-        tiles = tl.where(guessed_bits(hint) == bits, 0, tiles)
-    return scale, tiles
+    return scale
+
+
+@triton.jit
+def tiles_to_mend(tiles, hint, scale):
+    """How many of the tiles have to be cast again: all, or none where the guess held."""
+    return tl.where(guessed_bits(hint) == scale.to(tl.int32, bitcast=True), 0, tiles)
 
 
 @triton.jit

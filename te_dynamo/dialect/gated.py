@@ -87,9 +87,9 @@ def _stacks(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """A launcher or reference of te.gated_backward_quantize."""
     run = takes_quantizer(implementation)
 
-    def checked(*args: Any) -> Any:
+    def checked(*args: Any, **hint: torch.Tensor) -> Any:
         _check_stack(args[4], any(args[6:]))
-        return run(*args)
+        return run(*args, **hint)
 
     return checked
 

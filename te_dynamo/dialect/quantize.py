@@ -19,6 +19,7 @@ from te_dynamo.kernels.quantize import transpose as transpose_kernels
 from te_dynamo.kernels.quantize.current import amax_by_rows
 from te_dynamo.kernels.quantize.formats import FORMATS, Format
 from te_dynamo.kernels.runtime import availability
+from te_dynamo.kernels.runtime.hints import copy_of_hints
 from te_dynamo.quantized.quantizers import Quantizer
 
 MOST_AMAXES = kernels.MOST_TENSORS
@@ -135,3 +136,9 @@ def transpose(data: torch.Tensor) -> torch.Tensor:
     """[K, M^16] of float8 data, read as [M, K]; padding is zero. The bits that te.quantize writes with both usages on."""
     rows, columns = rows_and_columns(data.shape)
     return plain(transposed(rows, columns), data.dtype, data)
+
+
+@te_op(reference=copy_of_hints, kernel=copy_of_hints)
+def hints(like: torch.Tensor, graph: str, count: int) -> torch.Tensor:
+    """int64 [count, 2] on like's device: a copy of what the sites of that graph guess their scales from. Lowering puts it at the beginning."""
+    return plain((count, 2), torch.int64, like)
