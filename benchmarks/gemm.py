@@ -35,6 +35,7 @@ from te_dynamo.kernels.gemm.tiles import (
     SPECIALIZED,
     SPECIALIZED_BLOCK,
     SPECIALIZED_FAST,
+    SPECIALIZED_SMALL_BLOCK,
     TILES,
     Tile,
     estimated_us,
@@ -148,7 +149,7 @@ class BlockProblem(Problem):
 
     kinds = ("1x128.128x128", "1x128.1x128", "e8m0.e8m0")
     tiles = BLOCK_TILES
-    specialized = (SPECIALIZED_BLOCK,)
+    specialized = (SPECIALIZED_BLOCK, SPECIALIZED_SMALL_BLOCK)
 
     def quantize(self) -> None:
         rows = torch.float8_e4m3fn, True, False

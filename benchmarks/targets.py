@@ -45,6 +45,7 @@ from te_dynamo.kernels.gemm.tiles import (
     COLUMNS_TILES,
     GROUPED_TILES,
     SPECIALIZED_BLOCK,
+    SPECIALIZED_SMALL_BLOCK,
     TILES,
     DecodeTile,
     Tile,
@@ -321,7 +322,9 @@ def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
         sides = Operand(a, scales[0], "1x128"), Operand(b, scales[1], _blocks(two_d))
         request = Request(*sides, dtype, bias=shift)
         name = f"specialized, 1x128 by {_blocks(two_d)}, {str(dtype).removeprefix('torch.')}"
-        yield name + ("" if shift is None else " with bias"), _by(SPECIALIZED_BLOCK, request, "specialized")
+        name += "" if shift is None else " with bias"
+        yield name, _by(SPECIALIZED_BLOCK, request, "specialized")
+        yield f"small {name}", _by(SPECIALIZED_SMALL_BLOCK, request, "specialized")
     codes = [u8(rows, K // 32) for rows in (M, N)]
     request = Request(Operand(a, codes[0], "1x128"), Operand(b, codes[1], "1x128"), BF16)
     yield "specialized, E8M0", _by(SPECIALIZED_BLOCK, request, "specialized")

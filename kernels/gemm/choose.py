@@ -34,6 +34,7 @@ from te_dynamo.kernels.gemm.tiles import (
     SPECIALIZED,
     SPECIALIZED_BLOCK,
     SPECIALIZED_FAST,
+    SPECIALIZED_SMALL_BLOCK,
     TILES,
     DecodeTile,
     Tile,
@@ -280,13 +281,12 @@ def _usual_tile(p: Product, target: Target) -> Tile:
 
 def _specialized_tile(p: Product, target: Target) -> Tile | None:
     """The specialized kernel's, where that one runs the product the fastest, whatever C's dtype."""
-    tile = can_specialize(p, target)
-    if tile is None:
-        return None
-    tuned = TUNED.get((p.plain, target))
+    tuned, tiles = TUNED.get((p.plain, target)), specialized_tiles(p, target)
     if tuned is not None:
-        return tile if tuned.kernel == "specialized" else None
-    size = (p.m, p.n, p.k)
+        return next((tile for tile in tiles if tuned == Choice("specialized", tile)), None)
+    if not tiles:
+        return None
+    tile, size = tiles[0], (p.m, p.n, p.k)
     if p.k_groups:
         how = (p.k_groups, p.fast_accum, target)
         usual_us = columns_us(choose_columns_tile(*size, *how), *size, p.k_groups, target)
@@ -303,24 +303,24 @@ def _specialized_tile(p: Product, target: Target) -> Tile | None:
     return tile if CALL_US <= us < usual_us else None
 
 
-def can_specialize(p: Product, target: Target) -> Tile | None:
-    """The specialized kernel's tile, where there is such a kernel for the product."""
+def specialized_tiles(p: Product, target: Target) -> list[Tile]:
+    """The specialized kernel's for the product: the one of the cost model, then what only timing chooses."""
     if not target.has_wgmma or p.m_groups or not stores_by_descriptor(p.n):
-        return None
-    if p.scaling not in ("tensor", "row", "1x128"):
-        return None
-    tile = SPECIALIZED_BLOCK if p.in_blocks else specialized_tile(p.fast_accum)
-    if p.k_groups and p.in_blocks:
-        return None
+        return []
+    if p.scaling not in ("tensor", "row", "1x128") or (p.k_groups and p.in_blocks):
+        return []
+    if p.in_blocks:
+        return [SPECIALIZED_BLOCK, SPECIALIZED_SMALL_BLOCK]
+    tile = specialized_tile(p.fast_accum)
     if p.k_groups:
         part = tile.block_m // (2 if p.fast_accum else 4)  # what one group of warps stores is whole in its C
         if not (p.m_known and p.n_known) or p.m % part:
-            return None
+            return []
     if p.stacking.along:
         # The parts that a group of warps stores lie in one segment.
         assert SPECIALIZED.block_n == SPECIALIZED.block_k == SEGMENT_MULTIPLE == SPECIALIZED.block_m // 2
         assert SPECIALIZED_FAST.block_n // 2 == SPECIALIZED_FAST.block_k == SEGMENT_MULTIPLE == SPECIALIZED_FAST.block_m
-    return tile
+    return [tile]
 
 
 def _decode_tile(p: Product, target: Target) -> DecodeTile | None:

@@ -29,7 +29,7 @@ from te_dynamo.kernels.gemm.request import Request, check
 from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
 from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
 from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_out
-from te_dynamo.kernels.gemm.tiles import REDUCE_BLOCK, DecodeTile, Tile, stores_by_descriptor
+from te_dynamo.kernels.gemm.tiles import REDUCE_BLOCK, SPECIALIZED_SMALL_BLOCK, DecodeTile, Tile, stores_by_descriptor
 from te_dynamo.kernels.quantize.current import PARTIALS, partial_amaxes
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.dependent_launch import starts_early
@@ -153,7 +153,7 @@ def run(
         return multiply_cublaslt(r)
     c = r.empty() if out is None else out
     if choice.specialized:
-        _run_specialized(r, c)
+        _run_specialized(choice.tile, r, c)
     elif isinstance(choice.tile, DecodeTile) or not r.groups:
         _run_whole(choice.tile, r, c, partials)
     else:
@@ -161,13 +161,14 @@ def run(
     return c
 
 
-def _run_specialized(r: Request, c: torch.Tensor) -> None:
+def _run_specialized(tile: Tile | DecodeTile, r: Request, c: torch.Tensor) -> None:
     operands = r.a.codes, r.a.scale_inv, r.b.codes, r.b.scale_inv
     if r.groups:
         columns_specialized_out(*operands, r.offs, r.fast, scaling=r.scaling, out=c)  # type: ignore[arg-type]
     else:
         form = {"scaling": r.scaling, "fast": r.fast, "along": r.borders.along, "segments": r.borders.segments}
-        gemm_specialized_out(*operands, r.bias, r.addend, **form, out=c)
+        small = tile == SPECIALIZED_SMALL_BLOCK
+        gemm_specialized_out(*operands, r.bias, r.addend, **form, small=small, out=c)
 
 
 def _run_whole(tile: Tile | DecodeTile, r: Request, c: torch.Tensor, partials: torch.Tensor | None) -> None:

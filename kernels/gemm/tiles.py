@@ -220,14 +220,17 @@ _NARROW_BLOCK = _tile(64, 128, 4, 3, 700, ctas_per_sm=2)
 
 
 class _SpecializedBlockTile(Tile):
-    """Its results leave in quarters, not halves, and scales lie in the ring beside the tiles that they scale."""
+    """Its two groups of warps store 64 rows of half its columns at once, and scales lie in the ring beside the tiles that they scale."""
 
     def result_bytes(self, out_bytes: int, target: Target = H200) -> int:
-        return super().result_bytes(out_bytes, target) // 2 + self.num_stages * 4 * (self.block_m + self.block_n)
+        return 64 * self.block_n * out_bytes + self.num_stages * 4 * (self.block_m + self.block_n)
 
 
 SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflops=1280, halves=True)
 """What kernels/gemm/specialized/product.py runs with scales of blocks."""
+
+SPECIALIZED_SMALL_BLOCK = _SpecializedBlockTile(128, 128, 128, 12, 6, fast=False, tflops=1280)
+"""The same where there are too few larger tiles to fill the GPU. No GPU has timed it: `tflops` is the larger one's, and only timing chooses it."""
 
 
 GROUPED_TILES: tuple[Tile, ...] = (

@@ -25,13 +25,13 @@ from te_dynamo.kernels.gemm.choose import (
     Stacking,
     can_decode,
     can_fuse,
-    can_specialize,
+    specialized_tiles,
     usual_tiles,
 )
 from te_dynamo.kernels.gemm.cublaslt import can_use_cublaslt
 from te_dynamo.kernels.gemm.multiply import run
 from te_dynamo.kernels.gemm.request import Operand, Request
-from te_dynamo.kernels.gemm.tiles import Tile
+from te_dynamo.kernels.gemm.tiles import SPECIALIZED_SMALL_BLOCK, Tile
 from te_dynamo.kernels.layouts.block import scale_shape
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import compiling_only
@@ -43,8 +43,7 @@ def candidates(product: Product, target: Target) -> list[Choice]:
     found = [Choice("usual", tile) for tile in usual_tiles(product, target)]
     if (decode := can_decode(product, target)) is not None:
         found.append(Choice("decode", decode))
-    if (specialized := can_specialize(product, target)) is not None:
-        found.append(Choice("specialized", specialized))
+    found += [Choice("specialized", tile) for tile in specialized_tiles(product, target)]
     whole = not product.stacking.along and not product.m_groups and not product.k_groups and product.scaling != "row"
     blocks = product.in_blocks
     known = product.n_known and (product.m_known or not blocks)
@@ -153,4 +152,6 @@ def choices_of(held: Mapping[str, str], target: Target) -> dict[tuple[Product, T
 
 def _name(choice: Choice) -> str:
     """ "usual slow 128x256x128 w8 s3", "specialized": unique among the candidates of a product."""
+    if choice == Choice("specialized", SPECIALIZED_SMALL_BLOCK):
+        return "specialized small"
     return f"usual {choice.tile.name}" if choice.kernel == "usual" and isinstance(choice.tile, Tile) else choice.kernel

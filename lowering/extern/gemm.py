@@ -18,10 +18,11 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from te_dynamo.dialect.fakes import fake_mode_of
 from te_dynamo.dialect.gemm import ARGUMENTS, Gemm, gemm, gemm_gated, grouped_gemm, request_of, values_of
-from te_dynamo.kernels.gemm.multiply import is_aligned, is_specialized
+from te_dynamo.kernels.gemm.multiply import choice_of, is_aligned, is_specialized
 from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
 from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
 from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_out
+from te_dynamo.kernels.gemm.tiles import SPECIALIZED_SMALL_BLOCK
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.kernels.runtime.margin import current_sm_margin, sm_margin
 from te_dynamo.lowering.extern.in_place import call_into_last, can_write_into_addend
@@ -71,6 +72,7 @@ def _of_gemm(x: Gemm) -> dict[str, Any]:
         "along": request.borders.along,
         "segments": request.borders.segments,
         "adds": x.addend is not None,
+        "small": choice_of(request).tile == SPECIALIZED_SMALL_BLOCK,
     }
     return {"fast": x.fast_accum} | {name: value for name, value in said.items() if value}
 
@@ -134,7 +136,7 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
             return opaque(*arguments)
         inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands]
         _compile_kernel_of(node, extern)
-        keywords, function = extern.keywords(asked), f"extern_kernels.{extern.name}"
+        keywords, function = extern.keywords(values_of(node)), f"extern_kernels.{extern.name}"
         keywords["name"] = _name_in_profiles(node, extern)
         if current_sm_margin():
             keywords["margin"] = current_sm_margin()

@@ -2,7 +2,7 @@
 
 One warp copies, two groups of warps multiply (ring.py, sums.py). It is written in Gluon, and equals the other kernel bit for bit.
 With slow accumulation a group multiplies two products of 64 x 128, one below the other, and one group adds while the other
-multiplies. With fast accumulation nothing is added, and a group multiplies one product of 64 x 256: the tensor core then reads
+multiplies; of a smaller tile with scales of blocks it is one product. With fast accumulation nothing is added, and a group multiplies one product of 64 x 256: the tensor core then reads
 a sixth less from shared memory, which a GPU at its power limit runs faster by. Scales of blocks come with the tiles that they scale:
 scales.py. Of 128x128 the one scale of B is loaded a block ahead.
 
@@ -33,7 +33,7 @@ from te_dynamo.kernels.gemm.specialized.ring import (
 )
 from te_dynamo.kernels.gemm.specialized.scales import decoded, make_scales
 from te_dynamo.kernels.gemm.specialized.sums import accumulate, accumulate_blocks, scaled, scaled_by_rows
-from te_dynamo.kernels.gemm.tiles import SPECIALIZED_BLOCK, specialized_tile, stages_that_fit
+from te_dynamo.kernels.gemm.tiles import SPECIALIZED_BLOCK, SPECIALIZED_SMALL_BLOCK, specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
 from te_dynamo.kernels.runtime.launch import launch_prepared
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
@@ -53,18 +53,19 @@ def gemm_specialized_out(
     fast: bool = False,
     along: str = "",
     segments: Sequence[int] = (),
+    small: bool = False,
     out: torch.Tensor,
 ) -> None:
     """Writes `kernels/gemm/product.py`'s C of a [M, K] and b [N, K] to out [M, N]; N a multiple of 8. Checks nothing.
 
     scaling: "tensor", "row", or "1x128 1x128" or "1x128 128x128" of A's and B's blocks. fast: by fast accumulation. along, segments: of
     operands with a tensor's scale that are stacked. addend: None, or what is added to C as kernels/gemm/product.py does, of two bytes an
-    element and with scales of tensors or rows, not stacked. It may be out.
+    element and with scales of tensors or rows, not stacked. It may be out. small: by SPECIALIZED_SMALL_BLOCK, with scales of blocks.
     """
     (m, k), n = a.shape, b.shape[0]
     if a_scale_inv.dtype == torch.uint8:
         a_scale_inv, b_scale_inv = decoded(a_scale_inv, m), decoded(b_scale_inv, n)
-    prepared = _prepared(out.element_size(), scaling, fast, along, tuple(segments))
+    prepared = _prepared(out.element_size(), scaling, fast, along, tuple(segments), small)
     programs = gemm_multiprocessors(a.device)
     launch_prepared(prepared, (programs,), a, a_scale_inv, b, b_scale_inv, bias, out, addend, m, n, k)
 
@@ -75,10 +76,16 @@ def _prepared(*form: Any) -> Prepared:
 
 
 def specialized_options(
-    out_bytes: int, scaling: str = "tensor", fast: bool = False, along: str = "", segments: tuple[int, ...] = ()
+    out_bytes: int,
+    scaling: str = "tensor",
+    fast: bool = False,
+    along: str = "",
+    segments: tuple[int, ...] = (),
+    small: bool = False,
 ) -> dict[str, Any]:
     """The constant arguments and compile options of the kernel for a C of elements of `out_bytes`."""
-    tile = specialized_tile(fast) if scaling in ("tensor", "row") else SPECIALIZED_BLOCK
+    of_blocks = SPECIALIZED_SMALL_BLOCK if small else SPECIALIZED_BLOCK
+    tile = specialized_tile(fast) if scaling in ("tensor", "row") else of_blocks
     return {
         "SCALING": scaling,
         "FAST": tile.fast,
@@ -115,7 +122,7 @@ def gemm_specialized_kernel(
 ):
     """C [M, N] from a [M, K] and b [N, K], + bias [N], + addend [M, N]; see kernels/gemm/product.py for the equation."""
     descs, ring = make_ring(a, b, M, N, K, STAGES, BLOCK_M, BLOCK_N, BLOCK_K)
-    PART_M: gl.constexpr = BLOCK_M // GROUPS if FAST else BLOCK_M // (2 * GROUPS)
+    PART_M: gl.constexpr = 64  # rows of one product of a group of warps
     # The scales of blocks lie in the ring too, and leave room for half a part.
     BY_BLOCKS: gl.constexpr = SCALING != "tensor" and SCALING != "row"
     PART_N: gl.constexpr = BLOCK_N // 2 if FAST or BY_BLOCKS else BLOCK_N
@@ -192,7 +199,7 @@ def _multiply(
 ):  # fmt: skip
     """This group's rows of every tile: multiplied from the ring, scaled, added to what the ring brings behind, stored.
 
-    They leave in two parts, each of one segment: an upper and a lower half, with FAST a left and a right one.
+    They leave in two parts, each of one segment: an upper and a lower half, with FAST a left and a right one. Those of a small tile are one.
     """
     ring, scales, scale_inv, size, addends = what
     M, N, K = size
@@ -205,6 +212,7 @@ def _multiply(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, BLOCK_N, 32])
     tiles_m, tiles_n, blocks = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
     BY_BLOCKS: gl.constexpr = len(scales) > 0
+    SMALL: gl.constexpr = BY_BLOCKS and BLOCK_M == GROUPS * PART_M
     scale = None
     if SCALING == "tensor":
         scale = gl.load(scale_inv[0]) * gl.load(scale_inv[1])
@@ -214,7 +222,7 @@ def _multiply(
     for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         row, column = tile_origin(index, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
         one = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
-        two = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
+        two = None if SMALL else gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
         if BY_BLOCKS:
             b_scale_inv = scale_inv[1] + column // 128 * ((blocks + 3) // 4 * 4)
             one, two, stage, phase = accumulate_blocks(GROUP, ring, scales, b_scale_inv, stage, phase, blocks, one, two)
@@ -245,7 +253,7 @@ def _multiply(
         if SCALING == "row":
             one = scaled_by_rows(one, scale_inv[0], scale_inv[1], row, column, M, N)
         one = _finished(one, scale, bias, column, N)
-        if BY_BLOCKS:  # by then without a scale to load, and with the same bias
+        if BY_BLOCKS and not SMALL:  # by then without a scale to load, and with the same bias
             two = _finished(two, scale, bias, column, N)
         if len(addends) > 0:
             one, stage, phase = _plus(GROUP, ring, c_desc, stage, phase, one, FAST)
@@ -256,7 +264,8 @@ def _multiply(
             two = _finished(two, next_scale, bias, next_column, N)
         if len(addends) > 0:
             two, stage, phase = _plus(GROUP, ring, c_desc, stage, phase, two, FAST)
-        store(c_tile, c_desc, two, next_row, next_column)
+        if not SMALL:
+            store(c_tile, c_desc, two, next_row, next_column)
     tma.store_wait(0)
 
 

@@ -40,14 +40,16 @@ def accumulate(GROUP: gl.constexpr, ring, stage, phase, blocks, one, two, FAST: 
 
 @gluon.jit
 def accumulate_blocks(GROUP: gl.constexpr, ring, scales, b_scale_inv, stage, phase, blocks, upper, lower):
-    """The same with scales of blocks (scales.py): what the tensor core makes of each is scaled and added in fp32.
+    """The same with scales of blocks (scales.py): what the tensor core makes of each is scaled and added in fp32. A group whose rows are
+    one part has no `lower`: None.
 
     scales: of A, or of A and B, what `make_scales` gives; b_scale_inv: B's scale of each block, where there is one for 128 columns.
     """
     a_tiles, b_tiles, full, empty = ring
     ROWS: gl.constexpr = upper.shape[0]
     layout: gl.constexpr = upper.type.layout
-    first: gl.constexpr = GROUP * 2 * ROWS
+    PARTS: gl.constexpr = 1 if lower is None else 2
+    first: gl.constexpr = GROUP * PARTS * ROWS
     B_TWO_D: gl.constexpr = len(scales) == 1
     # Every product overwrites the terms of the one before: were its target its own, ptxas would start it before those are
     # added, and two sets of terms beside two halves of sums do not fit in the registers. `never` is false, unknown to it.
@@ -60,20 +62,25 @@ def accumulate_blocks(GROUP: gl.constexpr, ring, scales, b_scale_inv, stage, pha
             b_scale = b_next
             b_next = gl.load(b_scale_inv + gl.minimum(block + 1, blocks - 1))
         mbarrier.wait(full.index(stage), phase)
-        x_upper, x_lower, y = operands(GROUP, a_tiles, b_tiles, stage)
-        terms = hopper.warpgroup_mma(x_upper, y, terms, use_acc=never, is_async=True)
+        x, y = a_tiles.index(stage), b_tiles.index(stage).permute((1, 0))
+        terms = hopper.warpgroup_mma(x.slice(first, ROWS), y, terms, use_acc=never, is_async=True)
         a_scales = scales[0][2].index(stage)
         upper_scale = a_scales.slice(first, ROWS).load(gl.SliceLayout(1, layout))
-        lower_scale = a_scales.slice(first + ROWS, ROWS).load(gl.SliceLayout(1, layout))
+        if PARTS == 2:
+            lower_scale = a_scales.slice(first + ROWS, ROWS).load(gl.SliceLayout(1, layout))
         if not B_TWO_D:
             b_scale = scales[1][2].index(stage).load(gl.SliceLayout(0, layout))
         terms = hopper.warpgroup_mma_wait(0, deps=[terms])
-        upper = add_scaled(terms, upper_scale, b_scale, upper, B_TWO_D)
-        upper = hopper.warpgroup_mma_wait(0, deps=[upper])
-        terms = hopper.warpgroup_mma(x_lower, y, terms, use_acc=never, is_async=True)
-        terms = hopper.warpgroup_mma_wait(0, deps=[terms])
-        mbarrier.arrive(empty.index(stage))
-        lower = add_scaled(terms, lower_scale, b_scale, lower, B_TWO_D)
+        if PARTS == 2:
+            upper = add_scaled(terms, upper_scale, b_scale, upper, B_TWO_D)
+            upper = hopper.warpgroup_mma_wait(0, deps=[upper])
+            terms = hopper.warpgroup_mma(x.slice(first + ROWS, ROWS), y, terms, use_acc=never, is_async=True)
+            terms = hopper.warpgroup_mma_wait(0, deps=[terms])
+            mbarrier.arrive(empty.index(stage))
+            lower = add_scaled(terms, lower_scale, b_scale, lower, B_TWO_D)
+        else:
+            mbarrier.arrive(empty.index(stage))
+            upper = add_scaled(terms, upper_scale, b_scale, upper, B_TWO_D)
         stage, phase = next_slot(stage, phase, a_tiles.shape[0])
     return upper, lower, stage, phase
 

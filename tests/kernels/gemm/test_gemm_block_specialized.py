@@ -12,16 +12,18 @@ from helpers.models.snapshot_models import kernels_everywhere
 from helpers.models.training import train
 from torch import fx, nn
 
-from te_dynamo.kernels.gemm.choose import Product, choose, choose_for
+from te_dynamo.dialect.gemm import values_of
+from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, choose, choose_for
 from te_dynamo.kernels.gemm.specialized.product import (
     gemm_specialized_kernel,
     gemm_specialized_out,
     specialized_options,
 )
 from te_dynamo.kernels.gemm.specialized.scales import decode_kernel
-from te_dynamo.kernels.gemm.tiles import BLOCK_TILES
+from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, SPECIALIZED_SMALL_BLOCK
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.kernels.runtime.target import TARGETS
+from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.lowering.lower import lower
 from te_dynamo.quantized.quantizers import Float8BlockQuantizer
 from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
@@ -52,6 +54,7 @@ def test_it_is_taken_for_large_products_whose_first_operand_is_1d() -> None:
 
 
 @pytest.mark.one_fast_case
+@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize(
     ("mix", "out_dtype", "bias", "b_two_d"),
     [
@@ -60,9 +63,9 @@ def test_it_is_taken_for_large_products_whose_first_operand_is_1d() -> None:
         ("e5m2.e4m3", torch.float32, True, False),
     ],
 )
-def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool, b_two_d: bool) -> None:
+def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool, b_two_d: bool, small: bool) -> None:
     a, b = MIXES[mix]
-    options = specialized_options(out_dtype.itemsize, scaling(b_two_d))
+    options = specialized_options(out_dtype.itemsize, scaling(b_two_d), small=small)
     warps = options.pop("num_warps")
     report = compile_for(
         gemm_specialized_kernel,
@@ -78,10 +81,11 @@ def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool, b_two_d: boo
     assert report.spills == 0, report.log
     assert report.shared <= SHARED_BYTES
     assert f".f32.{mix}" in report.ptx and "setmaxnreg" in report.ptx
-    # Two groups, two halves: 4 instructions of 32 k each, and one scaled addition for each of a thread's 64 sums.
-    assert report.ptx.count("wgmma.mma_async") == 2 * 2 * 4
-    assert report.ptx.count("fma.rn.f32") == 2 * 2 * 64
-    assert report.ptx.count("mul.f32") == (2 * 2 * 2 if b_two_d else 2 * 2 * 64), "the scales' products"
+    # Two groups, two halves or one: 4 instructions of 32 k each, and one scaled addition for each of a thread's 64 sums.
+    products = 2 if small else 2 * 2
+    assert report.ptx.count("wgmma.mma_async") == products * 4
+    assert report.ptx.count("fma.rn.f32") == products * 64
+    assert report.ptx.count("mul.f32") == products * (2 if b_two_d else 64), "the scales' products"
 
 
 def test_decoding_compiles_without_spills() -> None:
@@ -122,6 +126,19 @@ def test_lowering_leaves_a_large_gemm_to_be_called_and_launches_others() -> None
         assert lower(graph_of_gemm(256, 512, 128, False, True)) == [("te.gemm", "Triton")]
 
 
+def test_a_small_tile_is_called_where_timing_chose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Product(1024, 14336, 4096, scaling="1x128").plain
+    assert choose(plain, H200).tile != SPECIALIZED_SMALL_BLOCK, "by the cost model"
+    monkeypatch.setitem(TUNED, (plain, H200), Choice("specialized", SPECIALIZED_SMALL_BLOCK))
+    choose.cache_clear()
+    with fake_cuda(), kernels_everywhere():
+        graph = graph_of_gemm(1024, 14336, 4096, False, True)
+        asked = values_of(next(node for node in graph.nodes if node.target is torch.ops.te.gemm.default))
+        assert extern_gemm._of_gemm(asked) == {"fast": False, "scaling": "1x128 128x128", "small": True}
+        assert lower(graph) == [("te.gemm", "Gluon")]
+    choose.cache_clear()
+
+
 # -- on a GPU ----------------------------------------------------------------------------------------
 
 
@@ -134,9 +151,9 @@ def operands_of(kind: str, m: int, n: int, k: int, *dtypes: torch.dtype):
     return a, sa, b, sb, bias, *two_d
 
 
-def specialized(a, sa, b, sb, bias, two_d: list[bool], out_dtype: torch.dtype) -> torch.Tensor:
+def specialized(a, sa, b, sb, bias, two_d: list[bool], out_dtype: torch.dtype, small: bool = False) -> torch.Tensor:
     c = torch.full((a.shape[0], b.shape[0]), torch.nan, dtype=out_dtype, device=a.device)
-    gemm_specialized_out(a, sa, b, sb, bias, scaling=scaling(two_d[1]), out=c)
+    gemm_specialized_out(a, sa, b, sb, bias, scaling=scaling(two_d[1]), small=small, out=c)
     return c
 
 
@@ -151,8 +168,9 @@ def test_its_bits_are_the_other_kernels(shape, out_dtype: torch.dtype, kind: str
     for dtypes in ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)):
         a, sa, b, sb, bias, *two_d = operands_of(kind, *shape, *dtypes)
         for shift in (None, bias):
-            got = specialized(a, sa, b, sb, shift, two_d, out_dtype)
-            assert torch.equal(got, gemm_block_with_tile(usual, a, sa, b, sb, shift, out_dtype, *two_d))
+            expected = gemm_block_with_tile(usual, a, sa, b, sb, shift, out_dtype, *two_d)
+            for small in (False, True):
+                assert torch.equal(specialized(a, sa, b, sb, shift, two_d, out_dtype, small), expected)
 
 
 @pytest.mark.gpu
@@ -163,8 +181,8 @@ def test_a_large_product_is_right_and_repeats_itself(kind: str) -> None:
     if kind != "e8m0.e8m0":
         want = in_float64(a[:300], sa[:, :300], b, sb, bias, *two_d)
         assert relative_error(first[:300], want) < 1e-2
-    for _ in range(20):
-        assert torch.equal(specialized(a, sa, b, sb, bias, two_d, torch.bfloat16), first)
+    for i in range(20):
+        assert torch.equal(specialized(a, sa, b, sb, bias, two_d, torch.bfloat16, small=i % 2 == 0), first)
 
 
 @pytest.mark.gpu
