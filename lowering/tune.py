@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.progress import track
 from torch.fx import Graph
 
+from te_dynamo.dialect.gemm import gemm, request_of
 from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, asked_products, choose, use_tuned
+from te_dynamo.kernels.gemm.multiply import choice_of
 from te_dynamo.kernels.gemm.tuned import best_of, candidates, choices_of, facts, passes_us, timed_us
 from te_dynamo.kernels.runtime.margin import current_sm_margin
 from te_dynamo.kernels.runtime.target import Target, is_acting, target_of
@@ -25,6 +27,10 @@ from te_dynamo.remembered import remember, remembered
 
 PRODUCTS = "products"
 """What te_dynamo/remembered.py calls such facts."""
+
+_MEASURED = 512, 2 * 512 * 4096 * 4096, 2 * 1024 * 4096 * 8192
+"""(the shortest side, the least FLOPs, the most) of products with scales of blocks that each took cuBLASLt less time than our kernels:
+nine sizes in two forms on an H200 (benchmarks/results/gemm-nvidia-h200.json). Of larger ones either may take less."""
 
 Timer = Callable[[Product, list[Choice], torch.device], dict[Choice, float]]
 
@@ -78,6 +84,22 @@ def tune(graph: Graph, timer: Timer = timed_us) -> None:
         remember(PRODUCTS, facts(found))
     except OSError as error:
         _warn(f"what was timed is not kept for later processes: {error}")
+
+
+def slower_than_cublaslt(graph: Graph) -> list[str]:
+    """Sizes of the products of a graph, for a Hopper GPU that need not be there, which take cuBLASLt less time by `_MEASURED`; none that was timed."""
+    with asked_products() as asked:
+        for node in graph.find_nodes(op="call_function", target=gemm):
+            request = request_of(node)
+            if request.a.scaling in ("1x128", "128x128") and request.a.codes.device.type == "cuda":
+                choice_of(request)
+    return [f"{p.m} x {p.n} x {p.k}" for p, target in asked if (p, target) not in TUNED and _is_slower(p, target)]
+
+
+def _is_slower(p: Product, target: Target) -> bool:
+    side, least, most = _MEASURED
+    measured = min(p.m, p.n, p.k) >= side and least <= 2 * p.m * p.n * p.k <= most
+    return target.has_wgmma and measured and any(choice.kernel == "cublaslt" for choice in candidates(p, target))
 
 
 def _warn(text: str) -> None:

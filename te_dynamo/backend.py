@@ -41,7 +41,7 @@ from te_dynamo.lowering.inductor.compile_ahead import compiles_ahead
 from te_dynamo.lowering.inductor.install import inductor_options, install
 from te_dynamo.lowering.inductor.saved_hooks import saves_bytes
 from te_dynamo.lowering.lower import lower
-from te_dynamo.lowering.tune import tune, tuned_key, use_remembered
+from te_dynamo.lowering.tune import slower_than_cublaslt, tune, tuned_key, use_remembered
 from te_dynamo.options import Options
 from te_dynamo.passes.dialect.collectives.gather_quantize import gathers_left
 from te_dynamo.passes.dialect.collectives.regather import gather_again_in_backward
@@ -144,6 +144,8 @@ class _Compilation:
                 self._simplify(graph)
             self._fuse(graph, phase)
             self.report.notes += gathers_left(graph)
+            if not self.options.max_autotune:
+                self.report.slower_than_cublaslt += slower_than_cublaslt(graph)
             drop_unread_usages(graph)
             if self.options.low_memory:
                 make_columns_late(graph)

@@ -80,6 +80,8 @@ class Report:
     workspaces: list[WorkspaceRecord] = dataclasses.field(default_factory=list)
     gathered_again: int | None = None
     """all-gathers of forward that backward repeats, of the option "regather"; None where no pass has looked for them"""
+    slower_than_cublaslt: list[str] = dataclasses.field(default_factory=list)
+    """"M x N x K" of products that would take cuBLASLt less time, as was measured on an H200"""
     notes: list[str] = dataclasses.field(default_factory=list)
 
 

@@ -20,7 +20,7 @@ from te_dynamo.errors import InvalidOptionError, UnsupportedError
 from te_dynamo.inspect.advice import unheard
 from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, check_quantized
 from te_dynamo.inspect.dynamo import GraphBreak, dynamo_untouched
-from te_dynamo.inspect.explanation_text import gpu_name, parts_of
+from te_dynamo.inspect.explanation_text import gpu_name, of_slower, parts_of
 from te_dynamo.inspect.fake_autocast import cpu_autocast_on_cuda
 from te_dynamo.inspect.fake_cuda import fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_rows
@@ -202,6 +202,7 @@ class Explanation:
     def _notes(self) -> list[str]:
         """Each once, though several graphs have it."""
         notes = [note for report in self.reports for note in report.notes]
+        notes += of_slower([*dict.fromkeys(size for report in self.reports for size in report.slower_than_cublaslt)])
         if isinstance(self.on_gpu, str):
             notes.append(f"what {gpu_name(_DEFAULT_GPU)} would take is not known: {self.on_gpu}")
         return list(dict.fromkeys(notes))

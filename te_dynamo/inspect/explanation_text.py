@@ -8,18 +8,30 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from te_dynamo.inspect.tables import FittedTable, paragraph
+from te_dynamo.kernels.gemm.choose import CALL_US
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.report import WorkspaceRecord
 
 if TYPE_CHECKING:
     from te_dynamo.inspect.explain import Explanation
 
-__all__ = ["parts_of"]
+__all__ = ["of_slower", "parts_of"]
 
 
 def gpu_name(device: str) -> str:
     """What a sentence calls one of `TARGETS`."""
     return f"an NVIDIA {TARGETS[device].name}"
+
+
+def of_slower(sizes: Sequence[str]) -> list[str]:
+    """One note on the products of `Report.slower_than_cublaslt`; none without any."""
+    if not sizes:
+        return []
+    listed = ", ".join(sizes[:3]) + (f" and {len(sizes) - 3} more" if len(sizes) > 3 else "")
+    return [
+        f"on an H200 cuBLASLt took 0.55 to 0.97 of the time for GEMMs with scales of blocks of such sizes: {listed}. "
+        f'mode="max-autotune" times them, and takes it where it is faster and runs {CALL_US:.0f} us or more'
+    ]
 
 
 def parts_of(explanation: Explanation) -> Iterator[RenderableType]:

@@ -400,6 +400,21 @@ def test_each_device_answers_for_itself(te):
     assert rows["b200"] < rows["h200"] < rows["rtx5090"]
 
 
+def test_gemms_that_cublaslt_has_sooner_are_one_note(te):
+    model = nn.Sequential(
+        *(nn.Linear(*size, bias=False) for size in ((1024, 4096), (4096, 2048), (2048, 4096)))
+    ).bfloat16()
+    x = torch.ones(4096, 1024, dtype=torch.bfloat16)
+    rules = [("", "float8_block_scaling")]
+    assert explain(model, x, rules=rules, device="h200").to_dict()["notes"] == [
+        "on an H200 cuBLASLt took 0.55 to 0.97 of the time for GEMMs with scales of blocks of such sizes: 4096 x 4096 x 1024, "
+        '4096 x 2048 x 4096, 4096 x 4096 x 2048 and 2 more. mode="max-autotune" times them, and takes it where it is faster and runs '
+        "50 us or more"
+    ]
+    assert explain(model, x, rules=rules, device="b200").to_dict()["notes"] == []
+    assert explain(model, x, rules=rules, device="h200", mode="max-autotune").to_dict()["notes"] == []
+
+
 @pytest.mark.h200_too
 def test_what_is_not_known_is_a_note(te):
     class Asks(nn.Module):

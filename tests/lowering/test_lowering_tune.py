@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from helpers.models.snapshot_models import launches
 
 from te_dynamo import remembered as memory
 from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, choose, use_tuned
+from te_dynamo.kernels.gemm.tiles import SPECIALIZED_SMALL_BLOCK
+from te_dynamo.kernels.layouts.block import scale_shape
 from te_dynamo.kernels.runtime.margin import sm_margin
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering import tune as tuning
 from te_dynamo.lowering.lower import lower
-from te_dynamo.lowering.tune import PRODUCTS, tune, tuned_key, use_remembered
+from te_dynamo.lowering.tune import PRODUCTS, slower_than_cublaslt, tune, tuned_key, use_remembered
 from te_dynamo.options import Options
 from te_dynamo.quantized.quantizers import Float8GroupedQuantizer
 from te_dynamo.remembered import remembered, remembered_file, why_unused
@@ -86,6 +89,39 @@ def test_a_product_is_timed_once_and_later_processes_know_it() -> None:
     assert choose(UP, H200).kernel == "cublaslt" and "cublaslt" in tuned_key()
     tune(graph, timer)
     assert len(timer.asked) == 1
+
+
+def block_graph(m: int, n: int, k: int) -> torch.fx.Graph:
+    scales = (f32(*scale_shape(rows, k, two_d)) for rows, two_d in ((m, False), (n, True)))
+    return graph_of(
+        te.gemm.default, [f8(m, k), next(scales)], BLOCKS, [f8(n, k), next(scales)], BLOCKS_2D, torch.bfloat16, False
+    )
+
+
+def test_products_that_cublaslt_was_measured_to_have_sooner() -> None:
+    assert slower_than_cublaslt(block_graph(512, 4096, 4096)) == ["512 x 4096 x 4096"]
+    assert slower_than_cublaslt(block_graph(8192, 8192, 1024)) == [], "larger"
+    assert slower_than_cublaslt(block_graph(64, 16384, 16384)) == [], "a few rows"
+    assert slower_than_cublaslt(block_graph(512, 4096, 4096 + 128)) == [], "torch refuses the scales"
+    assert slower_than_cublaslt(gemm_graph()) == [], "a scale a tensor"
+    plain = Product(512, 4096, 4096, scaling="1x128").plain
+    use_tuned({(plain, H200): Choice("specialized", SPECIALIZED_SMALL_BLOCK)})
+    assert slower_than_cublaslt(block_graph(512, 4096, 4096)) == [], "timed here"
+
+
+def test_what_is_said_of_cublaslt_is_what_was_measured(import_benchmark: Callable[[str], ModuleType]) -> None:
+    report = import_benchmark("report")
+    rows = report.read(report.RESULTS / "gemm-nvidia-h200.json").rows
+    shares = []
+    for row in rows:
+        m, n, k = map(int, row["shape"].split(" x "))
+        if (
+            row["scales"].startswith("block")
+            and row["cublas_tflops"]
+            and tuning._is_slower(Product(m, n, k, scaling="1x128").plain, H200)
+        ):
+            shares.append(row["te_tflops"] / row["cublas_tflops"])
+    assert len(shares) == 2 * 9 and (round(min(shares), 2), round(max(shares), 2)) == (0.55, 0.97)
 
 
 def test_a_hair_faster_alone_is_no_reason() -> None:
