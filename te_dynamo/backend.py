@@ -248,7 +248,7 @@ def exported_graph(gm: GraphModule, model: Module, options: Options, report: Rep
             )
     report.workspaces = [dataclasses.replace(record, kept="in the program") for record in report.workspaces]
     workspaces = [] if supplied is None else supplied.workspaces
-    in_exports_form(gm, values, [buffer for w in workspaces for buffer in make_buffers(w, inputs).values()])
+    in_exports_form(gm, values, [buffer for made in make_buffers(workspaces, inputs) for buffer in made.values()])
 
 
 def _nodes(gm: GraphModule) -> Iterator[Node]:

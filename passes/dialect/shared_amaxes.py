@@ -9,8 +9,8 @@
               w: (f8e4m3[N, K], f8e4m3[K, N], f32[1]) = te.quantize_with_amax(down, e4m3[row+column], a[2])
 
 The casts stay where they were, so that no codes are alive earlier: amaxes have a few bytes. A launch takes the CPU longer than small
-weights take the GPU. But what is read for an amax is read again by its cast, faster if the cast follows at once. So a group has at most
-MOST_BYTES. Every bit is the same.
+weights take the GPU. A group has few bytes (`share_amaxes_launch`). Every bit is the same. Weights that are quantized to be kept have it
+too: te_dynamo/weights/quantize_together.py.
 
 These are left as they are:
 
@@ -24,14 +24,11 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from te_dynamo.dialect.memory import byte_hint, written_by_inductor
-from te_dynamo.dialect.quantize import MOST_AMAXES, amaxes, finds_amax, quantize, quantize_with_amax
+from te_dynamo.dialect.memory import written_by_inductor
+from te_dynamo.dialect.quantize import amaxes, finds_amax, quantize, quantize_with_amax, share_amaxes_launch
 from te_dynamo.dialect.stacked import quantize_stacked, quantize_stacked_with_amaxes
 from te_dynamo.passes.dialect.graph import call_like, calls
 from te_dynamo.passes.dialect.usage import quantizer_of
-
-MOST_BYTES = 2**28
-"""Two weights of a Llama-8B block's MLP have almost as many."""
 
 
 def share_amaxes(graph: Graph) -> int:
@@ -46,7 +43,8 @@ def share_amaxes(graph: Graph) -> int:
         group, tensors = [first], list(first.all_input_nodes)
         for node in waiting:
             joined = list(dict.fromkeys([*tensors, *node.all_input_nodes]))
-            if _fit(joined) and all(places[tensor] < places[first] for tensor in joined):
+            fit = share_amaxes_launch([tensor.meta["val"] for tensor in joined])
+            if fit and all(places[tensor] < places[first] for tensor in joined):
                 group, tensors = [*group, node], joined
         if len(group) > 1:
             _share(graph, group, tensors)
@@ -62,13 +60,6 @@ def _finds_amaxes(node: Node) -> bool:
     alone = all(value.is_contiguous() and finds_amax(value, quantizer) for value in values)
     written = any(map(written_by_inductor, node.all_input_nodes))
     return alone and not written and not quantizer.one_pass
-
-
-def _fit(tensors: list[Node]) -> bool:
-    """Whether one launch may read those tensors."""
-    values = [tensor.meta["val"] for tensor in tensors]
-    alike = len({(value.dtype, value.device) for value in values}) == 1
-    return alike and len(values) <= MOST_AMAXES and sum(map(byte_hint, values)) <= MOST_BYTES
 
 
 def _share(graph: Graph, group: list[Node], tensors: list[Node]) -> None:

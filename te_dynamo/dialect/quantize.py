@@ -10,6 +10,7 @@ import torch
 
 from te_dynamo.dialect.define import kernel_or_reference, te_op
 from te_dynamo.dialect.fakes import column_sums, plain, quantized
+from te_dynamo.dialect.memory import byte_hint
 from te_dynamo.errors import InputError, QuantizationError
 from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.sizes import rows_and_columns, transposed
@@ -24,6 +25,10 @@ from te_dynamo.quantized.quantizers import Quantizer
 
 MOST_AMAXES = kernels.MOST_TENSORS
 """Tensors of one te.amaxes."""
+
+MOST_BYTES = 2**28
+"""Of one te.amaxes beside casts: what is read for an amax is read again by its cast, faster if that follows at once. Two weights of a
+Llama-8B block's MLP have almost as many."""
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -106,6 +111,12 @@ def finds_amax(x: torch.Tensor, quantizer: Quantizer) -> bool:
 def amaxes(xs: list[torch.Tensor]) -> torch.Tensor:
     """fp32 [len(xs), PARTIALS]: a row has partial amaxes of its tensor, as te.quantize_with_amax takes them. Contiguous, of one dtype."""
     return plain((len(xs), kernels.PARTIALS), torch.float32, xs[0])
+
+
+def share_amaxes_launch(xs: Sequence[torch.Tensor]) -> bool:
+    """Whether one te.amaxes may read those tensors, fakes too, before they are cast."""
+    alike = len({(x.dtype, x.device) for x in xs}) == 1
+    return alike and len(xs) <= MOST_AMAXES and sum(map(byte_hint, xs)) <= MOST_BYTES
 
 
 @te_op(reference=parts.amax_bits_of_parts)

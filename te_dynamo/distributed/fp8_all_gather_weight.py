@@ -23,6 +23,9 @@ from te_dynamo.errors import UnsupportedError
 from te_dynamo.kernels.layouts.block import BLOCK
 from te_dynamo.quantized.quantizers import Quantizer
 
+largest_magnitudes = torch.ops.aten._foreach_norm.Scalar
+"""Of each tensor, NaN where one is NaN: on a GPU a few launches for all shards of a model, where a norm of each takes hundreds."""
+
 
 class GatheredWeight:
     """The weight of one nn.Linear.
@@ -111,7 +114,9 @@ class GatheredWeight:
         own_mesh = self._parameter().device_mesh
         these = [w for w in self._amaxes if not w.reason and getattr(w._parameter(), "device_mesh", None) == own_mesh]
         shards = [weight._shard() for weight in these]
-        own = [torch.linalg.vector_norm(s.plain, torch.inf) if s.numel() else s.plain.new_zeros(()) for s in shards]
+        full = [shard.plain for shard in shards if shard.numel()]
+        found = iter(largest_magnitudes(full, torch.inf) if full else ())
+        own = [next(found) if shard.numel() else shard.plain.new_zeros(()) for shard in shards]
         amaxes = torch.stack(own).to(device, torch.float32)
         amaxes = amaxes.nan_to_num(nan=torch.inf)  # a NaN may get lost in MAX; both make the scale 1
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=mesh.get_group())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -23,12 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
-from te_dynamo.dialect.stacked import quantize_stacked
 from te_dynamo.errors import KeptWeightError
-from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.weights.frozen import FROZEN, end_own_load, is_dropped, is_part, lock, place_of, values_of
+from te_dynamo.weights.quantize_together import Values, quantize_together
 from te_dynamo.weights.unseen_writes import tell_of_unseen_writes
 
 
@@ -52,6 +51,9 @@ class Workspace:
     def kind(self) -> tuple[torch.dtype, Quantizer]:
         """Workspaces of one kind hold a weight in the same codes."""
         return self.dtype, self.quantizer.with_usage(True, True)
+
+    def weights(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        return [args[position] for position in self.positions]
 
     def key(self, weights: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """What the buffers are told by among those of a weight."""
@@ -263,15 +265,13 @@ class WeightSupply:
     def _renew(self, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Quantizes what is out of date; remembers the result if all of it may be kept."""
         with lock, torch.inference_mode(False), torch.no_grad():
-            if not all(self._may_keep([args[p] for p in w.positions]) for w in self.workspaces):
-                return tuple(buffer for w in self.workspaces for buffer in make_buffers(w, args).values())
-            for weight in (args[p] for w in self.workspaces for p in w.positions):
+            if not all(self._may_keep(w.weights(args)) for w in self.workspaces):
+                return tuple(buffer for made in make_buffers(self.workspaces, args) for buffer in made.values())
+            for weight in (weight for w in self.workspaces for weight in w.weights(args)):
                 end_own_load(weight, dequantized)
-            held = _Held((), [], [])
+            held = _Held((), [], _up_to_date(self.workspaces, args))
             tensors: list[torch.Tensor] = []
-            for workspace in self.workspaces:
-                entry = _up_to_date([args[p] for p in workspace.positions], workspace, args)
-                held.entries.append(entry)
+            for workspace, entry in zip(self.workspaces, held.entries, strict=True):
                 tensors += [entry.buffers[name] for name in workspace.quantizer.buffer_names()]
                 for position, ref, state in zip(workspace.positions, entry.weights, entry.states, strict=True):
                     assert state is not None
@@ -314,7 +314,7 @@ class WeightSupply:
         if capturing and self.by_step:
             # A replay compares nothing: the CUDA graph has to quantize what is not frozen.
             with torch.no_grad():
-                return tuple(buffer for w in self.workspaces for buffer in make_buffers(w, args).values())
+                return tuple(buffer for made in make_buffers(self.workspaces, args) for buffer in made.values())
         if stream.cuda_stream not in bundle.streams and not capturing:
             stream.wait_event(bundle.ready)
             for tensor in tensors:
@@ -330,7 +330,7 @@ class WeightSupply:
                     next(held)
                 continue
             with torch.no_grad():
-                expected = make_buffers(workspace, args)
+                (expected,) = make_buffers([workspace], args)
             differing = [name for name, new in expected.items() if not _same_bytes(new, next(held))]
             if differing:
                 raise KeptWeightError(
@@ -350,26 +350,27 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def make_buffers(
-    workspace: Workspace, args: Sequence[Any], quantizer: Quantizer | None = None
-) -> dict[str, torch.Tensor]:
-    """The buffers by name, quantized now; `quantizer` for other usages than the workspace's."""
-    quantizer = quantizer or workspace.quantizer
-    weights = [args[p] for p in workspace.positions]
-    kept = {i: part for i, weight in enumerate(weights) if (part := _kept_part(weight, workspace, quantizer))}
-    values = [dequantized(weight) if i in kept else values_of(weight) for i, weight in enumerate(weights)]
+def make_buffers(workspaces: Sequence[Workspace], args: Sequence[Any]) -> Iterator[dict[str, torch.Tensor]]:
+    """The buffers of each by name, quantized when they are asked for."""
+    quantized = quantize_together(_values(workspace, args) for workspace in workspaces)
+    for workspace, made in zip(workspaces, quantized, strict=True):
+        buffers = dict(zip(workspace.quantizer.buffer_names(), made, strict=True))
+        weights = workspace.weights(args)
+        for index, weight in enumerate(weights):  # its own codes: quantized twice they may be others
+            if (part := _kept_part(weight, workspace)) is not None:
+                rows = [weight.shape[0] for weight in weights]
+                for name, into in _part(buffers, workspace.quantizer, rows, index).items():
+                    into.copy_(part[name])
+        yield buffers
+
+
+def _values(workspace: Workspace, args: Sequence[Any]) -> Values:
+    """What is quantized for the workspace: its weight, or its weights as a stack; experts as one tensor."""
+    weights, quantizer = workspace.weights(args), workspace.quantizer
+    values = [dequantized(w) if _kept_part(w, workspace) else values_of(w) for w in weights]
     values = [value.to(workspace.dtype).contiguous() for value in values]
-    if len(values) == 1:
-        made = quantize_tensor(values[0], quantizer)
-    elif not quantizer.reads_as_matrix:
-        made = quantize_tensor(torch.stack(values), quantizer)
-    else:
-        made = quantize_stacked(values, quantizer, False)
-    buffers = dict(zip(quantizer.buffer_names(), made, strict=True))
-    for index, part in kept.items():  # its own codes: quantized twice they may be others
-        for name, into in _part(buffers, quantizer, [value.shape[0] for value in values], index).items():
-            into.copy_(part[name])
-    return buffers
+    together = len(values) > 1 and not quantizer.reads_as_matrix
+    return Values([torch.stack(values)] if together else values, quantizer)
 
 
 def _part(
@@ -385,39 +386,52 @@ def _part(
     return {name: buffer.narrow(*places[name]) for name, buffer in buffers.items()}
 
 
-def _kept_part(weight: torch.Tensor, workspace: Workspace, quantizer: Quantizer) -> dict[str, torch.Tensor] | None:
+def _kept_part(weight: torch.Tensor, workspace: Workspace) -> dict[str, torch.Tensor] | None:
     """What is kept, in the same codes, of a dropped weight whose values are gone; None without all of the usages."""
     if not is_dropped(weight) or FROZEN[weight].source is not None:
         return None
     for key, entry in _entries.get(weight, {}).items():
         part = entry.part(weight) if key[:2] == workspace.kind else None
-        if part is not None and part.keys() >= set(quantizer.buffer_names()):
+        if part is not None and part.keys() >= set(workspace.quantizer.buffer_names()):
             return part
     return None
 
 
-def _up_to_date(weights: Sequence[torch.Tensor], workspace: Workspace, args: Sequence[Any]) -> Entry:
-    """The entry with the usages that the workspace reads, of the weights' present values."""
-    entry = entry_of(weights, workspace) or Entry(weights)
-    states = [_State.of(weight) for weight in weights]
-    wanted, held = workspace.quantizer, entry.quantizer
-    if held is not None:
-        wanted = wanted.with_usage(wanted.rowwise or held.rowwise, wanted.columnwise or held.columnwise)
-    written = entry.states != states
-    if not written and wanted == held:
-        return entry
-    made = make_buffers(workspace, args, wanted)
-    if not written:  # a usage more: what is there stays where it is
+def _up_to_date(workspaces: Sequence[Workspace], args: Sequence[Any]) -> list[Entry]:
+    """The entries with the usages that the workspaces read, of the weights' present values."""
+    entries, stale = [], []
+    for workspace in workspaces:
+        weights, wanted = workspace.weights(args), workspace.quantizer
+        entry = entry_of(weights, workspace) or Entry(weights)
+        entries.append(entry)
+        if (held := entry.quantizer) is not None:
+            wanted = wanted.with_usage(wanted.rowwise or held.rowwise, wanted.columnwise or held.columnwise)
+        states = [_State.of(weight) for weight in weights]
+        if entry.states != states or wanted != held:
+            stale.append((entry, states, dataclasses.replace(workspace, quantizer=wanted)))
+    buffers = make_buffers([workspace for *_, workspace in stale], args)
+    for (entry, states, workspace), made in zip(stale, buffers, strict=True):
+        _renew_entry(entry, states, made, workspace, workspace.weights(args))
+    return entries
+
+
+def _renew_entry(
+    entry: Entry,
+    states: Sequence[_State],
+    made: dict[str, torch.Tensor],
+    workspace: Workspace,
+    weights: Sequence[torch.Tensor],
+) -> None:
+    if entry.states == states:  # a usage more: what is there stays where it is
         made |= entry.buffers
     elif all(weight in FROZEN for weight in weights) and all(
         _form(made[n]) == _form(b) for n, b in entry.buffers.items()
     ):
         made |= {name: buffer.copy_(made[name]) for name, buffer in entry.buffers.items()}
     entry.expire()
-    entry.buffers = {name: made[name] for name in wanted.buffer_names()}
-    entry.states, entry.rows, entry.quantizer = [*states], [weight.shape[0] for weight in weights], wanted
+    entry.buffers = {name: made[name] for name in workspace.quantizer.buffer_names()}
+    entry.states, entry.rows, entry.quantizer = [*states], [w.shape[0] for w in weights], workspace.quantizer
     _enter(entry, weights, workspace)
-    return entry
 
 
 def _form(buffer: torch.Tensor) -> tuple[Any, ...]:

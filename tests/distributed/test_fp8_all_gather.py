@@ -109,8 +109,10 @@ def test_no_scale_is_stale(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(("recipe", "casts"), [(CURRENT, [3]), (BLOCKS, [1, 1, 1])])
 def test_a_step_casts_each_weight_once(ranks: Ranks, recipe: str, casts: list[int]) -> None:
-    """With one scale a tensor all at once. Backward gathers forward's codes; no gather asks a subclass's Python dispatch anything."""
-    assert ranks.run(fp8_bodies.work, recipe) == [[{"casts": n, "dispatches": 0} for n in (casts, [], casts)]] * SIZE
+    """With one scale a tensor all at once, as their amaxes are found. Backward gathers forward's codes; no gather asks a subclass's Python
+    dispatch anything."""
+    step = {"amaxes": casts if recipe == CURRENT else [], "casts": casts, "dispatches": 0}
+    assert ranks.run(fp8_bodies.work, recipe) == [[step, {"amaxes": [], "casts": [], "dispatches": 0}, step]] * SIZE
 
 
 @pytest.mark.slow

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from te_dynamo.weights import cache as weight_cache
+from te_dynamo.weights import quantize_together
 
 
 @pytest.fixture
 def quantized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shape of each weight that was quantized to be kept, or for a call that keeps nothing."""
     shapes: list[tuple[int, ...]] = []
-    quantize, stacked = weight_cache.quantize_tensor, weight_cache.quantize_stacked
+    quantize, stacked = quantize_together.quantize_tensor, quantize_together.quantize_stacked
 
     def one(x: Tensor, quantizer: Any) -> list[Tensor]:
         shapes.append(tuple(x.shape))
@@ -24,6 +24,6 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.extend(tuple(x.shape) for x in xs)
         return stacked(xs, *others)
 
-    monkeypatch.setattr(weight_cache, "quantize_tensor", one)
-    monkeypatch.setattr(weight_cache, "quantize_stacked", several)
+    monkeypatch.setattr(quantize_together, "quantize_tensor", one)
+    monkeypatch.setattr(quantize_together, "quantize_stacked", several)
     return shapes

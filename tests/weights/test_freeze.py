@@ -31,6 +31,7 @@ from te_dynamo.errors import KeptWeightError
 from te_dynamo.inspect.fake_cuda import move
 from te_dynamo.testing import fake_cuda
 from te_dynamo.weights import cache as weight_cache
+from te_dynamo.weights import quantize_together
 from te_dynamo.weights.freeze import _watched
 from te_dynamo.weights.frozen import is_dropped
 
@@ -223,7 +224,7 @@ def test_an_error_while_quantizing_leaves_no_half_of_a_result(monkeypatch: pytes
         expected = te(model)(x)
         torch._dynamo.reset()
         compiled = te(te_dynamo.freeze(model, drop_weights=True))
-        quantize, calls = weight_cache.quantize_tensor, []
+        quantize, calls = quantize_together.quantize_tensor, []
 
         def fails_once(*args: Any) -> Any:
             calls.append(args)
@@ -231,7 +232,7 @@ def test_an_error_while_quantizing_leaves_no_half_of_a_result(monkeypatch: pytes
                 raise MemoryError("no room")
             return quantize(*args)
 
-        monkeypatch.setattr(weight_cache, "quantize_tensor", fails_once)
+        monkeypatch.setattr(quantize_together, "quantize_tensor", fails_once)
         with pytest.raises(MemoryError):
             compiled(x)
         for _ in range(2):

@@ -253,8 +253,8 @@ def tensor_graphs(rank: int) -> dict[str, str]:
 
 
 def work(rank: int, recipe: str | Recipe) -> list[dict[str, Any]]:
-    """Of forward's gather, backward's and the next step's forward's: how many weights each cast is of, and calls of the subclasses' Python
-    dispatch."""
+    """Of forward's gather, backward's and the next step's forward's: how many weights each search for amaxes and each cast is of, and calls
+    of the subclasses' Python dispatch."""
     linears = nn.Sequential(*(nn.Linear(32, 256, bias=False) for _ in range(3))).to(device())
     fp8_all_gather(linears, options={"recipe": recipe})
     fully_shard(linears, mesh=mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -268,12 +268,14 @@ def work(rank: int, recipe: str | Recipe) -> list[dict[str, Any]]:
         with (
             _counted(fp8_all_gather_weight, "direct") as alone,
             _counted(fp8_all_gather_weight, "quantize_several") as several,
+            _counted(fp8_all_gather_weight, "largest_magnitudes") as amaxes,
             _counted(ShardedWeight, "__torch_dispatch__") as of_shards,
             _counted(te_dynamo.QuantizedTensor, "__torch_dispatch__") as of_gathered,
         ):
             linears.unshard()
         casts = [1] * alone.call_count + [len(call.args[0]) for call in several.call_args_list]
-        told.append({"casts": casts, "dispatches": of_shards.call_count + of_gathered.call_count})
+        found = [len(call.args[0]) for call in amaxes.call_args_list]
+        told.append({"amaxes": found, "casts": casts, "dispatches": of_shards.call_count + of_gathered.call_count})
     return told
 
 

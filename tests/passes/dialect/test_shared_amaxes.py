@@ -13,8 +13,8 @@ from helpers.kernels.kernel_cases import assert_same_bits
 from helpers.models.snapshot_models import kernels_everywhere
 from torch import Tensor, fx
 
+from te_dynamo.dialect import quantize
 from te_dynamo.kernels.quantize.current import MOST_TENSORS
-from te_dynamo.passes.dialect import shared_amaxes
 from te_dynamo.passes.dialect.shared_amaxes import share_amaxes
 from te_dynamo.quantized.quantizers import MXFP8Quantizer
 from te_dynamo.testing import graph_text
@@ -79,7 +79,7 @@ def test_at_most_so_many_tensors_and_bytes(monkeypatch: pytest.MonkeyPatch) -> N
 
     values = tensors(MOST_TENSORS + 3)
     assert launches(graph_of(values, make)) == [MOST_TENSORS, 3]
-    monkeypatch.setattr(shared_amaxes, "MOST_BYTES", 2 * values[0].nbytes)
+    monkeypatch.setattr(quantize, "MOST_BYTES", 2 * values[0].nbytes)
     assert launches(graph_of(values[:5], make)) == [2, 2]
 
 
