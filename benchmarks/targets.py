@@ -528,6 +528,9 @@ def main() -> None:
     parser.add_argument(
         "--check", action="store_true", help="compare with the file of results, by the Triton that it was made with"
     )
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="the cases that it is found in; the rows of the others stay"
+    )
     args = parser.parse_args()
     facts = {**environment.collect("cpu"), "device": "no GPU"}
     recorded = recorded_in(args.out)
@@ -536,11 +539,11 @@ def main() -> None:
         parser.error(why)
     names = args.targets or [name for name, target in KINDS.items() if not why_no_kernels(target)]
     found: list[str] = []
-    for name, rows in zip(names, compiled_apart(names), strict=True):
+    for name, rows in zip(names, compiled_apart(names, args.only), strict=True):
         if recorded is not None and args.check:
-            found += changed(recorded, name, rows)
+            found += changed(recorded, name, rows, args.only)
         else:
-            kept = [row for row in kept if row.target != KINDS[name].arch] + rows
+            kept = [row for row in kept if row.target != KINDS[name].arch or not re.search(args.only, row.case)] + rows
             report.write(args.out, "targets", facts, kept)
     sys.exit("\n".join(found) or 0)
 
