@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 RECORD = "te_dynamo_record"
 """Key of the meta of a node that was a linear, and of the te node in its place: its MatchRecord."""
@@ -83,6 +84,23 @@ class Report:
     slower_than_cublaslt: list[str] = dataclasses.field(default_factory=list)
     """"M x N x K" of products that would take cuBLASLt less time, as was measured on an H200"""
     notes: list[str] = dataclasses.field(default_factory=list)
+
+
+_NUMBER = re.compile(r"(?<!\w)'[^']*'|(?<![\w.:/])(\d+(?:\.\d+)?)(?![\w/]|\.\w)")
+"""A number that stands alone, as a size or a time does: those of a quoted name, of a path and of a line of code do not."""
+
+
+def without_numbers(reason: str) -> str:
+    """What a reason shares with those that differ from it in their numbers alone."""
+    return _NUMBER.sub(lambda found: "#" if found[1] else found[0], reason)
+
+
+def in_one(reasons: Iterable[str]) -> str:
+    """Reasons that `without_numbers` makes equal, with a range where their numbers differ: "bf16 takes 11-29 us"."""
+    reasons = list(reasons)
+    numbers = zip(*([found[1] for found in _NUMBER.finditer(reason) if found[1]] for reason in reasons), strict=True)
+    ranges = (dict.fromkeys((min(each, key=float), max(each, key=float))) for each in numbers)
+    return _NUMBER.sub(lambda found: "-".join(next(ranges)) if found[1] else found[0], reasons[0])
 
 
 def coverage(linears: Sequence[MatchRecord]) -> float:

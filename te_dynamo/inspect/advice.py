@@ -20,7 +20,6 @@ import itertools
 import re
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -28,7 +27,7 @@ from torch import fx, nn
 
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.options import Options
-from te_dynamo.report import MatchRecord, Report
+from te_dynamo.report import MatchRecord, Report, in_one, without_numbers
 from te_dynamo.rules.places import has_places, lists_of, taken
 from te_dynamo.user_code import paths_of
 from te_dynamo.weights.checkpoint.torchao import is_readable
@@ -148,8 +147,11 @@ def _all_seen(modules: Sequence[tuple[str, nn.Module]], known: _Model) -> bool:
 
 def _nothing_matched(linears: Sequence[MatchRecord], modules: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
     if linears:
-        reasons = Counter(match.reason for match in linears).most_common(3)
-        listed = "; ".join(f"{times} x {reason}" for reason, times in reasons)
+        groups: dict[str, list[str]] = {}
+        for match in linears:
+            groups.setdefault(without_numbers(match.reason), []).append(match.reason)
+        largest = sorted(groups.values(), key=len, reverse=True)[:3]
+        listed = "; ".join(f"{len(alike)} x {in_one(alike)}" for alike in largest)
         yield f"no linear of the model is in a recipe: {listed}. te_dynamo.explain has a row for each"
     elif modules:
         yield "no linear was found in the model: it runs as with Inductor alone"

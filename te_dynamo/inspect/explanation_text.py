@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from te_dynamo.inspect.tables import FittedTable, paragraph
 from te_dynamo.kernels.gemm.choose import CALL_US
 from te_dynamo.kernels.runtime.target import TARGETS
-from te_dynamo.report import WorkspaceRecord
+from te_dynamo.report import WorkspaceRecord, in_one, without_numbers
 
 if TYPE_CHECKING:
     from te_dynamo.inspect.explain import Explanation
@@ -40,7 +40,7 @@ def parts_of(explanation: Explanation) -> Iterator[RenderableType]:
 
     facts = explanation.to_dict()
     yield paragraph(explanation.headline)
-    reasons: dict[str, int] = {}
+    reasons: dict[str, list[str]] = {}
     columns = ("module", "M x N x K", "dtype", "runs", "source")
     tree = [*_tree(module_rows([*explanation.linears, *explanation.norms_activations]), reasons)]
     yield from _table("modules", columns, tree, optional=("dtype", "source", "M x N x K"))
@@ -51,8 +51,8 @@ def parts_of(explanation: Explanation) -> Iterator[RenderableType]:
     yield from _table("graph breaks", ("source", "reason"), map(_values, facts["graph_breaks"]))
     if reasons:
         yield "\nreasons\n"
-    for reason, number in reasons.items():
-        yield paragraph(f"({number}) {reason}", indent=5)
+    for number, alike in enumerate(reasons.values(), 1):
+        yield paragraph(f"({number}) {in_one(alike)}", indent=5)
     for note in facts["notes"]:
         yield paragraph(f"\nnote: {note}")
 
@@ -69,8 +69,8 @@ def _table(
         yield FittedTable(title, columns, rows, optional)
 
 
-def _tree(rows: Sequence[dict[str, Any]], reasons: dict[str, int], depth: int = 0) -> Iterator[tuple[str, ...]]:
-    """A row for each module, its name behind two blanks for each module around it. Fills `reasons`: each with its number."""
+def _tree(rows: Sequence[dict[str, Any]], reasons: dict[str, list[str]], depth: int = 0) -> Iterator[tuple[str, ...]]:
+    """A row for each module, its name behind two blanks for each module around it. Fills `reasons`: those with one number."""
     for row in rows:
         runs = row["runs"] if row["state"] else f"{row['taken']} of {row['linears']}" if row["linears"] else ""
         if row["state"] == "left":
@@ -79,7 +79,7 @@ def _tree(rows: Sequence[dict[str, Any]], reasons: dict[str, int], depth: int = 
         yield from _tree(row["rows"], reasons, depth + 1)
 
 
-def _lowered(rows: Sequence[dict[str, Any]], reasons: dict[str, int]) -> Iterator[tuple[Any, ...]]:
+def _lowered(rows: Sequence[dict[str, Any]], reasons: dict[str, list[str]]) -> Iterator[tuple[Any, ...]]:
     for row in rows:
         runs, because, reason = row["runs"].partition(" (")
         if because:
@@ -87,9 +87,10 @@ def _lowered(rows: Sequence[dict[str, Any]], reasons: dict[str, int]) -> Iterato
         yield row["phase"], row["op"], runs, row["count"]
 
 
-def _number(reason: str, reasons: dict[str, int]) -> str:
-    """ "(2)", under which the reason is printed once."""
-    return f"({reasons.setdefault(reason, len(reasons) + 1)})"
+def _number(reason: str, reasons: dict[str, list[str]]) -> str:
+    """ "(2)", under which the reason and those that differ in their numbers alone are printed once."""
+    reasons.setdefault(alike := without_numbers(reason), []).append(reason)
+    return f"({[*reasons].index(alike) + 1})"
 
 
 def _values(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.box import MARKDOWN
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.containers import Lines
 from rich.table import Table
 from rich.text import Text
 
@@ -62,8 +63,17 @@ class FittedTable:
         for name in columns:
             table.add_column(Text(name), overflow="fold")
         for row in rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*map(_Cell, row))
         return table
+
+
+class _Cell(Text):
+    """Text whose too long words break behind a dot or an underscore, where there is one."""
+
+    def wrap(self, console: Console, width: int, **given: Any) -> Lines:  # type: ignore[override]
+        pieces = re.compile(rf".{{1,{width}}}$|.{{0,{width - 1}}}[._]|.{{{width}}}")
+        broken = re.sub(r"^\s*\S+|\S+", lambda word: "\n".join(pieces.findall(word[0])), self.plain)
+        return Text(broken).wrap(console, width, **given)
 
 
 def _without(cells: list[str], place: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import nn
 import te_dynamo
 from te_dynamo.command_line.doctor import Diagnosis, diagnose
 from te_dynamo.inspect.explain import Explanation
+from te_dynamo.inspect.page.data import overview_data
 from te_dynamo.inspect.tables import FittedTable, text_of
+from te_dynamo.report import MatchRecord, Report
 
 WIDTHS = [40, 80]
 
@@ -92,8 +95,54 @@ def test_the_depth_of_a_stack_adds_no_line(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(few) == len(many) and max(map(len, many)) <= 80
 
 
+def test_reasons_that_differ_in_their_numbers_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of a quoted name and of a line of code say which it is: those stay apart."""
+    monkeypatch.setenv("COLUMNS", "80")
+    reasons = [
+        "N = 10, K = 64: padding N to 16 would add 60%, more than 1/16",
+        "N = 100, K = 64: padding N to 112 would add 12%, more than 1/16",
+        "rule 'layers.1' leaves it",
+        "rule 'layers.2' leaves it",
+        "the graph break in model.py:17",
+        "the graph break in model.py:18",
+    ]
+    records = [
+        MatchRecord("linear", f"{name}", matched=False, reason=reason)
+        for name, reason in zip("abcdef", reasons, strict=True)
+    ]
+    found = Explanation([Report(records)], [])
+    shown = [
+        "N = 10-100, K = 64: padding N to 16-112 would add 12-60%, more than 1/16",
+        *reasons[2:],
+    ]
+    assert [group["reason"] for group in overview_data(found)["reasons"]] == shown
+    text = str(found)
+    assert [line[5:] for line in text.partition("reasons\n\n")[2].splitlines()] == shown
+    assert [re.search(rf"\| {name} .*left (\(\d\))", text)[1] for name in "abcdef"] == [
+        f"({number})" for number in (1, 1, 2, 3, 4, 5)
+    ]
+
+
 def test_an_explanation_fits_40_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, lines_at(40, stack_for_h200(2), monkeypatch))) <= 40
+
+
+def test_a_name_breaks_behind_a_dot_or_an_underscore(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("  in_proj_weight", "float8_current_scaling"), ("0.up", "averylongword"), ("  a name of words", "")]
+    monkeypatch.setenv("COLUMNS", "30")
+    assert_expected_inline(
+        text_of([FittedTable("", ("name", "runs"), rows)]),
+        """\
+| name        | runs         |
+|-------------|--------------|
+|   in_proj_  | float8_      |
+| weight      | current_     |
+|             | scaling      |
+| 0.up        | averylongwor |
+|             | d            |
+|   a name of |              |
+| words       |              |""",
+    )
 
 
 def test_a_dumb_terminal_has_its_width_too(monkeypatch: pytest.MonkeyPatch) -> None:

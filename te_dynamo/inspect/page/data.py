@@ -10,6 +10,7 @@ from te_dynamo.inspect.page.graphs import stages_to_draw, te_bytes
 from te_dynamo.inspect.page.head import head
 from te_dynamo.inspect.page.modules import module_rows
 from te_dynamo.inspect.page.numerics import numerics
+from te_dynamo.report import in_one, without_numbers
 
 if TYPE_CHECKING:
     from te_dynamo.inspect.explain import Explanation
@@ -111,21 +112,21 @@ def _where(explanation: Explanation) -> str:
 
 
 def _reasons(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was left, a row for each reason, the largest first."""
+    """What was left, a row for the reasons that differ in their numbers alone, the largest first."""
     total = sum(row["flops"] for row in facts["linears"]) or 1
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in (*facts["linears"], *facts["norms_activations"]):
         if not row["matched"]:
-            groups[row["reason"]].append(row)
+            groups[without_numbers(row["reason"])].append(row)
     found = [
         {
-            "reason": reason,
+            "reason": in_one(row["reason"] for row in rows),
             "rows": len(rows),
             "share": sum(row["flops"] for row in rows) / total,
             "kinds": ", ".join(f"{times} {kind}" for kind, times in Counter(row["kind"] for row in rows).items()),
             "first": rows[0]["module"] or rows[0]["source"],
         }
-        for reason, rows in groups.items()
+        for rows in groups.values()
     ]
     return sorted(found, key=lambda group: -group["share"])
 
