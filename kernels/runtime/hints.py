@@ -11,30 +11,35 @@ import concurrent.futures
 
 import torch
 
-_kept: dict[tuple[torch.device, str], torch.Tensor] = {}
-"""By device and graph."""
+_kept: dict[tuple[torch.device, str, int], torch.Tensor] = {}
+"""By device, graph and count: a graph compiled for other shapes may have the same name, and other sites that guess."""
 
 
 def copy_of_hints(like: torch.Tensor, graph: str, count: int) -> torch.Tensor:
     """int64 [count, 2] on like's device: the hints that the last run of `graph` left, with their addresses. Zero before the first."""
-    device = like.device
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing() and (device, graph) not in _kept:
-        return _zero_hints(device, count)  # in the memory of the CUDA graph: each replay begins with zeros
-    if (device, graph) not in _kept:
+    place = like.device, graph, count
+    if place not in _kept:
+        if _is_captured(like.device):
+            return _zero_hints(like.device, count)[0]  # in the memory of the CUDA graph: each replay begins with zeros
         with concurrent.futures.ThreadPoolExecutor(1) as other_thread:  # as in scratch.py
-            _kept[device, graph] = other_thread.submit(_lasting, device, count).result()
-    return _kept[device, graph].clone()
+            _kept[place] = other_thread.submit(_lasting, like.device, count).result()
+    return _kept[place].clone()
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _zero_hints(device: torch.device, count: int) -> torch.Tensor:
-    hints = torch.zeros(count, 2, dtype=torch.int64, device=device)
-    hints[:, 1] = torch.arange(count, device=device) * hints.stride(0) * hints.element_size() + hints.data_ptr()
+    """int64 [2, count, 2]: both with the addresses of the second, so that the first is not written, and lives as long."""
+    hints = torch.zeros(2, count, 2, dtype=torch.int64, device=device)
+    hints[:, :, 1] = torch.arange(count, device=device) * hints.stride(1) * hints.element_size() + hints[1].data_ptr()
     return hints
 
 
 def _lasting(device: torch.device, count: int) -> torch.Tensor:
     """Zero hints, whose memory no earlier owner's work on any stream uses any more."""
-    hints = _zero_hints(device, count)
+    hints = _zero_hints(device, count)[1]
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return hints
