@@ -231,7 +231,7 @@ def _fuses(product: Product, specialized: Tile | None, decode: DecodeTile | None
     """Whether the kernel that is the fastest does the epilogue too."""
     if product.epilogue == "add":
         vectors = product.n_known and stores_by_descriptor(product.n)
-        return vectors and (specialized is None or product.out_bytes == 2)
+        return vectors and (specialized is None or (product.out_bytes == 2 and not product.in_blocks))
     if product.epilogue == "amax":
         return decode is not None
     if product.epilogue == "gated":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -52,6 +53,12 @@ short                 usual       slow 128x128x128 w8 s4
 16 rows               decode      16x64x128 s6
 in parts              decode      16x64x128 s8 k/4""",
     )
+
+
+def test_the_specialized_kernel_adds_nothing_to_a_product_of_blocks() -> None:
+    up = Product(*MLP["up"], False, 2, "add", "1x128")
+    assert choose(up, H200).kernel == "specialized" and not choose(up, H200).fused
+    assert choose(dataclasses.replace(up, scaling="tensor"), H200).fused
 
 
 def test_rows_that_are_not_known_and_rows_that_are_not_whole_vectors() -> None:
