@@ -40,6 +40,7 @@ from te_dynamo.kernels.tiles.stacking import Stacking
 
 _MOST_CHOSEN = 4096
 _ALIGNMENT = 16  # bytes, of a tensor that is copied by a descriptor
+_CHOSEN_FOR = ("tensor", "row", "1x128", "128x128")  # the scales of what choose.py names
 
 
 def multiply(r: Request, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -85,7 +86,11 @@ def _checked_choice(r: Request, epilogue: Any = "none") -> Choice | None:
 def _knows_scales(r: Request) -> bool:
     """Whether kernels with scales of small blocks run a request, on tensor cores that apply them or not."""
     codes = r.a.scale_inv.dtype == torch.uint8
-    return r.a.scaling in ("1x16", "1x32") or (codes and target_of(r.a.codes.device).has_block_scales)
+    if r.a.scaling in ("1x16", "1x32"):
+        return True
+    if r.a.scaling not in _CHOSEN_FOR:
+        raise ValueError(f"te gemm: no kernel multiplies operands with scales {r.a.scaling}")
+    return codes and target_of(r.a.codes.device).has_block_scales
 
 
 def multiply_with_amax(r: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +144,7 @@ def choice_of(r: Request, epilogue: Any = "none", recorded: bool = False) -> Cho
 
 def is_specialized(r: Request, epilogue: Any = "none") -> bool:
     """Whether a kernel in Gluon runs a request fastest."""
-    return r.a.scaling in ("tensor", "row", "1x128", "128x128") and choice_of(r, epilogue).specialized
+    return r.a.scaling in _CHOSEN_FOR and choice_of(r, epilogue).specialized
 
 
 def run(

@@ -119,6 +119,8 @@ def scales_of_rows(x: Operand) -> torch.Tensor:
         return torch.where(codes == 255, 0x7FC00000, bits).view(torch.float32)
     if x.scaling == "128x128":
         return scale_inv[:, :blocks].repeat_interleave(BLOCK, dim=0)[:rows]
+    if x.scaling != "1x128":
+        raise ValueError(f"te gemm: no reference multiplies operands with scales {x.scaling}")
     return scale_inv.t().contiguous()[:rows]  # contiguous for every M: one that is symbolic is fixed by no view
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from te_dynamo.kernels.layouts import block, mxfp8
+from te_dynamo.kernels.layouts.form import Scaling
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, Stacking, check_segments
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -34,7 +35,7 @@ class Operand:
 
     codes: torch.Tensor
     scale_inv: torch.Tensor
-    scaling: Literal["tensor", "row", "1x128", "128x128", "1x32", "1x16"] = "tensor"
+    scaling: Scaling = "tensor"
     turned: bool = False
     amax: torch.Tensor | None = None
 

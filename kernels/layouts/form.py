@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from te_dynamo.kernels.layouts.sizes import Buffers, Size, allocate
+
+Scaling = Literal["tensor", "row", "1x128", "128x128", "1x32", "1x16"]
+"""What has one scale: of a quantizer, and of an operand of a GEMM."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,13 +11,13 @@ import enum
 import functools
 import operator
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from te_dynamo._compat import OpaqueMeta, register_value_class
 from te_dynamo.errors import InputError, QuantizationError
-from te_dynamo.kernels.layouts.form import Form
+from te_dynamo.kernels.layouts.form import Form, Scaling
 from te_dynamo.kernels.layouts.sizes import Buffers, allocate
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Quantizer(metaclass=OpaqueMeta):
         fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
         return f"{name}({fields})", {name: type(self)}
 
-    def scaling(self) -> Literal["tensor", "row", "1x128", "128x128", "1x32", "1x16"]:
+    def scaling(self) -> Scaling:
         """What has one scale, as GEMMs are told (`Operand` of kernels/gemm/request.py)."""
         raise NotImplementedError
 

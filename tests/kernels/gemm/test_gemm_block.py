@@ -13,6 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from te_dynamo.kernels.gemm.multiply import multiply
+from te_dynamo.kernels.gemm.reference import reference
+from te_dynamo.kernels.gemm.request import Operand, Request
 from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, choose_block_tile
 from te_dynamo.kernels.layouts import block, mxfp8
 from te_dynamo.kernels.runtime.target import TARGETS
@@ -217,3 +220,11 @@ def test_nan_infinity_and_the_codes_0_and_255_pass_through() -> None:
     assert got[7].isnan().all() and (got[8].abs() < 1e-30).all()
     keep = torch.arange(128) != 7
     assert relative_error(got[keep], want[keep].double().cpu()) < 1e-3
+
+
+def test_scales_that_nobody_knows_are_an_error() -> None:
+    codes, scale_inv = torch.zeros(192, 64).to(E4M3), torch.ones(3, 1)
+    operand = Operand(codes, scale_inv, "64x64")  # type: ignore[arg-type]
+    for product in (multiply, reference):
+        with pytest.raises(ValueError, match="with scales 64x64"):
+            product(Request(operand, operand, torch.bfloat16))
