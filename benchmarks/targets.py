@@ -350,8 +350,8 @@ def _others() -> Iterator[tuple[str, Launch]]:
             yield f"MXFP8 {f'{size}x{size}' if two_d else size}, {name}", call
         yield from _blocks_otherwise(name, usage)
         yield from _produced(name, usage)
-        for source, call in _one_pass(TensorForm(E4M3, *usage, True)).items():
-            yield f"one pass, {source}, {name}", call
+        for source, one_pass in _one_pass(TensorForm(E4M3, *usage, True)).items():
+            yield f"one pass, {source}, {name}", one_pass
         for special in (False, True):
             form = NVFP4Form(*usage, hadamard=special, stochastic_rounding=special)
             call = functools.partial(nvfp4.quantize_nvfp4, x, form, i32(2))
@@ -550,6 +550,9 @@ def main() -> None:
     parser.add_argument(
         "--check", action="store_true", help="compare with the file of results, by the Triton that it was made with"
     )
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="the cases that it is found in; the rows of the others stay"
+    )
     args = parser.parse_args()
     facts = {**environment.collect("cpu"), "device": "no GPU"}
     recorded = recorded_in(args.out)
@@ -558,11 +561,11 @@ def main() -> None:
         parser.error(why)
     names = args.targets or [name for name, target in KINDS.items() if not why_no_kernels(target)]
     found: list[str] = []
-    for name, rows in zip(names, compiled_apart(names), strict=True):
+    for name, rows in zip(names, compiled_apart(names, args.only), strict=True):
         if recorded is not None and args.check:
-            found += changed(recorded, name, rows)
+            found += changed(recorded, name, rows, args.only)
         else:
-            kept = [row for row in kept if row.target != KINDS[name].arch] + rows
+            kept = [row for row in kept if row.target != KINDS[name].arch or not re.search(args.only, row.case)] + rows
             report.write(args.out, "targets", facts, kept)
     sys.exit("\n".join(found) or 0)
 

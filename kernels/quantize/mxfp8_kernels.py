@@ -93,9 +93,9 @@ def quantize_mxfp8_tile(values, buffers, place, FORM: tl.constexpr, PACKED: tl.c
     if TWO_D:
         quantize_squares(values, buffers, place, FORM, PACKED, WHOLE)
     elif PACKED:
-        quantize_words(values, buffers, place, FORM, WHOLE)
+        quantize_mxfp8_words(values, buffers, place, FORM, WHOLE)
     else:
-        quantize_elements(values, buffers, place, FORM)
+        quantize_mxfp8_elements(values, buffers, place, FORM)
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def store_row_blocks(scale_inv, code, rows, column, K, SWIZZLED: tl.constexpr, S
 
 
 @triton.jit
-def quantize_words(values, buffers, place, FORM: tl.constexpr, WHOLE: tl.constexpr):
+def quantize_mxfp8_words(values, buffers, place, FORM: tl.constexpr, WHOLE: tl.constexpr):
     """A tile in two halves, so that rows that lie 16 apart share words of amaxes and of codes."""
     FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, _, BLOCK_M, BLOCK_K = FORM
     data, scale_inv, columnwise_data, columnwise_scale_inv = buffers
@@ -181,7 +181,7 @@ def quantize_words(values, buffers, place, FORM: tl.constexpr, WHOLE: tl.constex
 
 
 @triton.jit
-def quantize_elements(value, buffers, place, FORM: tl.constexpr):
+def quantize_mxfp8_elements(value, buffers, place, FORM: tl.constexpr):
     """A tile of any dtype."""
     FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, _, BLOCK_M, BLOCK_K = FORM
     data, scale_inv, columnwise_data, columnwise_scale_inv = buffers

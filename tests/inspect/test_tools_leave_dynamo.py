@@ -23,8 +23,8 @@ from te_dynamo.testing import capture_on_fake_cuda
 
 OPTIONS = {"codegen": "eager"}
 PACKAGE = Path(te_dynamo.__file__).parent
-ALL_THE_USERS = {"entry.py", "command_line/bench.py", "command_line/calibrate.py"}
-"""What is compiled for the user to call, and what times a model in a process of its own, outside of any tool."""
+ALL_THE_USERS = {"entry.py", "command_line/bench.py", "command_line/calibrate.py", "command_line/generate.py"}
+"""What is compiled for the user to call, and what runs a model in a process of its own, outside of any tool."""
 
 
 class Block(nn.Module):

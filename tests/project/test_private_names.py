@@ -84,7 +84,10 @@ def attributes_of_ours(sources: Iterable[str]) -> set[str]:
 
 @functools.cache
 def ours() -> set[str]:
-    return attributes_of_ours(FILES.values()) | {"_scale_inv"}  # a QuantizedTensor's, set by its name
+    return attributes_of_ours(FILES.values()) | {
+        "_scale_inv",  # a QuantizedTensor's, set by its name
+        "_is_hf_initialized",  # of transformers
+    }
 
 
 SHARED = {"_buffers", "_version"}
