@@ -353,6 +353,8 @@ def _others() -> Iterator[tuple[str, Launch]]:
             yield f"MXFP8 {f'{size}x{size}' if two_d else size}, {name}", call
         yield from _blocks_otherwise(name, usage)
         yield from _produced(name, usage)
+        for source, one_pass in _one_pass(TensorForm(E4M3, *usage, True)).items():
+            yield f"one pass, {source}, {name}", one_pass
         for special in (False, True):
             form = NVFP4Form(*usage, hadamard=special, stochastic_rounding=special)
             call = functools.partial(nvfp4.quantize_nvfp4, x, form, i32(2))
@@ -409,6 +411,26 @@ def _others() -> Iterator[tuple[str, Launch]]:
         "MXFP8 to bf16",
         functools.partial(mxfp8.dequantize_mxfp8, f8(M, K), u8(M, K // 32), False, BF16),
     )
+
+
+def _one_pass(form: TensorForm) -> dict[str, Launch]:
+    """What guesses a scale: the launch that guesses and the one that mends, the output kept where it may be."""
+    x, up = bf16(M, K), bf16(M, K)
+    hint = torch.empty(2, 2, dtype=torch.int64, device="cuda")
+    calls = {
+        "current": functools.partial(quantize.quantize, x, form),
+        "stacked rows": functools.partial(quantize.quantize_stacked, [x, up], form, False),
+        "stacked columns": functools.partial(quantize.quantize_stacked, [x, up], form, True),
+        "gelu": functools.partial(activation.activation_quantize, x, "gelu", form, True),
+        "gelu backward": functools.partial(activation.activation_backward_quantize, x, up, "gelu", form, True, False),
+        "gated silu": functools.partial(gated.gated_quantize, x, up, "silu", form, True),
+        "gated silu backward": functools.partial(gated.gated_backward_quantize, x, x, up, "silu", form, True),
+        "gated gelu backward, stacked": functools.partial(
+            gated.gated_backward_quantize, x, x, up, "gelu", form, False, True
+        ),
+        "halves": functools.partial(gated_halves.gated_backward_quantize_halves, x, x, up, "silu", form, True, True),
+    }
+    return {name: functools.partial(call, hint=hint) for name, call in calls.items()}
 
 
 def _produced(name: str, usage: tuple[bool, bool]) -> Iterator[tuple[str, Launch]]:

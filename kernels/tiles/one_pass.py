@@ -3,6 +3,7 @@
     PASS "known"   the amax is known: casts with its scale                                        codes, scale_inv
     PASS "guess"   casts with the scale of the hint, and finds the amax beside                    codes, partial amaxes
     PASS "mend"    has the scale of that amax, and casts again unless it is the hint's            codes (perhaps again), scale_inv
+    PASS "found"   "known" by the amax that a guess found, of the usage that takes a launch of its own    codes, scale_inv
 
 A hint is int64 [2]: the bits of a scale, and the address where the next hint goes (kernels/runtime/hints.py). It is a copy that nothing
 writes, so that every program of both launches reads the same guess whatever other streams do meanwhile. Codes are left alone only where
@@ -103,11 +104,15 @@ def passes(form: Form, itemsize: int, hint: torch.Tensor | None) -> list[dict[st
 
     Of two usages the first is guessed and mended: its amax is that of the second too.
     """
-    known, *others = [{**usage, "PASS": "known"} for usage in form.launches(itemsize)]
+    first, *others = form.launches(itemsize)
     if hint is None:
-        return [known, *others]
+        return [{**usage, "PASS": "known"} for usage in (first, *others)]
     assert form.constants()["POWER_OF_TWO"], "a scale that is no power of two cannot be guessed"
-    return [known | {"PASS": "guess"}, known | {"PASS": "mend"}, *others]
+    return [
+        {**first, "PASS": "guess"},
+        {**first, "PASS": "mend"},
+        *({**usage, "PASS": "found"} for usage in others),
+    ]
 
 
 def partials_to_find(programs: int, device: torch.device, *tensors: int) -> torch.Tensor:

@@ -27,8 +27,8 @@ def tiled(kernel: Any, tile: Tile, **constants: Any) -> Case:
 
 def cases(columnwise: bool) -> Iterator[Case]:
     """Each kernel as training launches it, and with what it may write besides."""
-    yield from casts(columnwise, "known")
-    yield from casts(columnwise, "guess")
+    for which in ("known", "guess", "mend"):
+        yield from casts(columnwise, which)
     if columnwise:
         return
     yield tiled(gated_kernels.gated_amax_kernel, amax_tile(COLUMNS))
@@ -42,7 +42,9 @@ def cases(columnwise: bool) -> Iterator[Case]:
 
 def casts(columnwise: bool, which: str) -> Iterator[Case]:
     """Those that write codes, in that pass."""
-    usage = {"KEEP_OUTPUT": True, "ROWWISE": True, "COLUMNWISE": columnwise, "PASS": which, **CAST}
+    usage = {"KEEP_OUTPUT": which != "mend", "ROWWISE": True, "COLUMNWISE": columnwise, "PASS": which, **CAST}
+    if which != "known":
+        usage |= {"POWER_OF_TWO": True, "PARTIALS": 2048}
     tiles = gated.FORWARD_TILE, gated.BACKWARD_TILE
     forward, backward = (gated.write_tile(8192, COLUMNS, columnwise, True, tile) for tile in tiles)
     yield tiled(gated_kernels.gated_write_kernel, forward, EARLY=False, **usage)
