@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import te_dynamo
+from te_dynamo._compat import torch_version
 from te_dynamo.errors import CoverageError, GraphBreakError, InputError
 from te_dynamo.inspect.explain import Explanation
 
@@ -260,6 +261,8 @@ def test_dynamos_limit_behind_a_break_is_said() -> None:
 
 @pytest.mark.parametrize("kind", [Experts, Recurrent], ids=lambda kind: kind.__name__)
 def test_compare_says_why_nothing_is_measured(kind: type[nn.Module]) -> None:
+    if kind is Recurrent and torch_version() >= (2, 15):
+        pytest.skip("torch breaks the graph at nn.LSTM there, and the head behind it is compiled")
     with pytest.raises(
         InputError, match=rf"no linear of the model is in a recipe: .*Dynamo skips all of {kind.__name__}\.forward: "
     ):

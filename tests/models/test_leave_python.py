@@ -178,7 +178,8 @@ def test_a_package_runs_without_te_dynamo(recipe: str, tmp_path: Path) -> None:
     torch.save((inputs, [exported.program.module()(x).detach() for x in inputs]), tmp_path / "xy.pt")
     run = (
         "import sys, torch; sys.modules['te_dynamo'] = None; xs, ys = torch.load('xy.pt'); "
-        "m = torch._inductor.aoti_load_package('model.pt2'); assert all(torch.equal(m(x), y) for x, y in zip(xs, ys))"
+        "m = torch._inductor.aoti_load_package('model.pt2'); found = [(m(x) - y).abs().max() / y.abs().max() for x, y in zip(xs, ys)]; "
+        "print(found); assert max(found) < 2**-6"  # Inductor's C++ rounds a fused sum otherwise, which may move a code of the next input
     )
     subprocess.run([sys.executable, "-c", run], cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": ""})
     with zipfile.ZipFile(tmp_path / "model.pt2") as package:
