@@ -366,7 +366,8 @@ def launch_columns(
     if not (form.columnwise or sums) or (isinstance(columns, int) and columns == 0):
         return
     block_k, block_m, warps = columns_tile(columns)
-    block_m //= 1 + ("backward" in source.name)  # of several inputs a thread holds half as many values
+    # A thread holds half as many values where it has several inputs, or elements of 4 bytes.
+    block_m //= 1 + ("backward" in source.name or source.itemsize() == 4)
     names = "transpose", "columnwise_scale_inv"
     launch(
         produce_columns_kernel,

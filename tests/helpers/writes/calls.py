@@ -65,12 +65,9 @@ def database_calls() -> Iterator[Call]:
                 yield kind, target, args, kwargs
                 if op.supports_out and target is op.op:
                     args, kwargs = _copied((args, kwargs))
-                    yield (
-                        kind,
-                        target,
-                        args,
-                        kwargs | {"out": tree_map_only(Tensor, torch.empty_like, target(*args, **kwargs))},
-                    )
+                    # Zeros: what is empty may lie where the result that was just freed lay, and so hold its bytes already.
+                    out = tree_map_only(Tensor, torch.zeros_like, target(*args, **kwargs))
+                    yield kind, target, args, kwargs | {"out": out}
 
 
 # ---- functions that the database lacks

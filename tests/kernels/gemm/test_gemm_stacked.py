@@ -220,6 +220,7 @@ def quantize_case(by_columns: bool) -> Case:
     block_m, block_k, warps = plain.CAST_TILE
     pointers = {f"x{i}": "*bf16" for i in range(3)} | {f"partials{i}": "*fp32" for i in range(3)}
     pointers |= {"data": "*fp8e4nv", "transpose": "*fp8e4nv", "scale_inv": "*fp32"}
+    pointers |= {"hint": "*i64"}
     sizes = [*(f"COUNT_{i}" for i in range(3)), *(f"SIDE_{i}" for i in range(3)), "other"]
     args = {**pointers, **dict.fromkeys(sizes, "i32")}
     return Case(
@@ -228,7 +229,7 @@ def quantize_case(by_columns: bool) -> Case:
         args={name: args[name] for name in quantize_stacked_kernel.arg_names if name in args},
         constants={
             **{"BY_COLUMNS": by_columns, "FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False},
-            **{"ROWWISE": True, "COLUMNWISE": True, "PARTIALS": plain.PARTIALS},
+            **{"ROWWISE": True, "COLUMNWISE": True, "PARTIALS": plain.PARTIALS, "PASS": "known"},
             **{"BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps},
         },
         aligned=tuple(args),

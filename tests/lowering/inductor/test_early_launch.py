@@ -17,9 +17,9 @@ from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.kernels.runtime.dependent_launch import starts_early
 
-F8, BF16, F32 = "*fp8e4nv", "*bf16", "*fp32"
+F8, BF16, F32, I64 = "*fp8e4nv", "*bf16", "*fp32", "*i64"
 QUANTIZED = {"FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
-CAST = {**QUANTIZED, "ROWWISE": True, "COLUMNWISE": False, "PARTIALS": 512, "BLOCK_M": 4, "BLOCK_K": 1024}
+CAST = QUANTIZED | {"ROWWISE": True, "COLUMNWISE": False, "PARTIALS": 512, "PASS": "known", "BLOCK_M": 4, "BLOCK_K": 1024}
 TILE = {"EVEN": True, "STAGES": 3, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128}
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "gemm_decode": (
@@ -49,7 +49,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     ),
     "quantize_cast": (
         quantize.quantize_cast_kernel,
-        dict(x=BF16, partials=F32, data=F8, transpose=F8, scale_inv=F32, M="i32", K="i32"),
+        dict(x=BF16, hint=I64, partials=F32, data=F8, transpose=F8, scale_inv=F32, M="i32", K="i32"),
         {**CAST, "GROUPED": False, "G": 1},
     ),
     "quantize_few": (
@@ -60,7 +60,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "gated_write": (
         gated_kernels.gated_write_kernel,
         dict(
-            **dict(gate=BF16, up=BF16, partials=F32, y=BF16, data=F8, transpose=F8, scale_inv=F32),
+            **dict(gate=BF16, up=BF16, hint=I64, partials=F32, y=BF16, data=F8, transpose=F8, scale_inv=F32),
             **dict(gate_stride="i32", up_stride="i32", M="i32", K="i32"),
         ),
         {**CAST, "KIND": "silu", "KEEP_OUTPUT": False},
