@@ -19,7 +19,14 @@ from te_dynamo.kernels.runtime.dependent_launch import starts_early
 
 F8, BF16, F32, I64 = "*fp8e4nv", "*bf16", "*fp32", "*i64"
 QUANTIZED = {"FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
-CAST = QUANTIZED | {"ROWWISE": True, "COLUMNWISE": False, "PARTIALS": 512, "PASS": "known", "BLOCK_M": 4, "BLOCK_K": 1024}
+CAST = QUANTIZED | {
+    "ROWWISE": True,
+    "COLUMNWISE": False,
+    "PARTIALS": 512,
+    "PASS": "known",
+    "BLOCK_M": 4,
+    "BLOCK_K": 1024,
+}
 TILE = {"EVEN": True, "STAGES": 3, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128}
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "gemm_decode": (
