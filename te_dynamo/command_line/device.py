@@ -6,6 +6,7 @@ import torch
 
 from te_dynamo.command_line.failure import Failure, one_line
 from te_dynamo.errors import InvalidOptionError
+from te_dynamo.inspect.fake_cuda import checked_gpu
 from te_dynamo.kernels.runtime.target import TARGETS
 
 __all__ = ["checked_device"]
@@ -26,8 +27,12 @@ def checked_device(name: str, explained_for: bool = False) -> str:
         )
     kind, colon, index = wanted.partition(":")
     if kind not in ("", "cpu", "cuda") or (colon and not index.isdigit()):
-        known = ["cpu", "cuda", *(TARGETS if explained_for else ())]
-        raise Failure(f"--device: {one_line(InvalidOptionError.unknown('device', name, known))}", status=2)
+        try:
+            if explained_for:
+                return checked_gpu(name, ("cpu", "cuda"))
+            raise InvalidOptionError.unknown("device", name, ("cpu", "cuda"))
+        except InvalidOptionError as error:
+            raise Failure(f"--device: {one_line(error)}", status=2) from error
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and int(index or 0) >= count:
         raise Failure(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import difflib
 import gc
 import logging
 import os
@@ -18,7 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import te_dynamo
 from te_dynamo.command_line.failure import Failure, one_line
@@ -58,6 +59,16 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Failure(f"{message}; {self.prog} --help lists what there is", status=2)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Names the command, and the option that is near, of what no option is: argparse itself has neither."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            options = parsed.command._option_string_actions
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            parsed.command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return parsed
+
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Of all commands, with the arguments of the one that `arguments` name."""
@@ -71,7 +82,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         subparser = commands.add_parser(name, help=summary, description=summary)
         if name in arguments[:1]:
             command = import_module(f"te_dynamo.command_line.{name}")
-            subparser.set_defaults(run=command.run)
+            subparser.set_defaults(run=command.run, command=subparser)
             command.add(subparser)
     return parser
 

@@ -26,6 +26,7 @@ import torch
 from torch import fx, nn
 
 from te_dynamo.kernels.runtime import availability
+from te_dynamo.kernels.runtime.target import is_acting
 from te_dynamo.options import Options
 from te_dynamo.report import MatchRecord, Report, in_one, without_numbers
 from te_dynamo.rules.places import has_places, lists_of, taken
@@ -66,7 +67,7 @@ _unheard: contextvars.ContextVar[bool] = contextvars.ContextVar("te_dynamo_unhea
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Inside, nothing is told and nothing is remembered as told: of a run for a device that is not here."""
+    """Inside, nothing warns and nothing is remembered: of a run for a device that is not here. Its report has the notes."""
     token = _unheard.set(True)
     try:
         yield
@@ -81,19 +82,20 @@ def advise(model: nn.Module | None, whole: bool, options: Options, report: Repor
     whole: whether the graph is all of it, as far as Dynamo knows yet.
     """
     if _unheard.get():
-        return
-    known = _Model(_told_of_functions) if model is None else _models.setdefault(model, _Model(set()))
+        known = _Model(set())
+    else:
+        known = _Model(_told_of_functions) if model is None else _models.setdefault(model, _Model(set()))
     for text in _advice(model, known, whole, options, report):
         report.notes.append(text)
-        if text not in known.told:
+        if text not in known.told and not _unheard.get():
             known.told.add(text)
             warnings.warn(f"te_dynamo: {text}", stacklevel=2)
 
 
 def warn_if_emulated(gm: fx.GraphModule, report: Report) -> None:
     """One warning a process for each reason why the reference runs in place of the kernels."""
-    if not any(record.matched for record in report.matches):
-        return
+    if is_acting() or not any(record.matched for record in report.matches):
+        return  # on a device that is not here nothing runs
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
     device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
     if device is not None and not (available := availability.kernels_available(device)).ok:

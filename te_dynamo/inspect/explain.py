@@ -16,20 +16,20 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, Unsuppor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from te_dynamo.distributed.check_ranks import not_compared
-from te_dynamo.errors import InvalidOptionError, UnsupportedError
+from te_dynamo.errors import UnsupportedError
 from te_dynamo.inspect.advice import unheard
 from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, check_quantized
 from te_dynamo.inspect.dynamo import GraphBreak, dynamo_untouched
 from te_dynamo.inspect.explanation_text import gpu_name, of_slower, parts_of
 from te_dynamo.inspect.fake_autocast import cpu_autocast_on_cuda
-from te_dynamo.inspect.fake_cuda import fake_cuda, moved
+from te_dynamo.inspect.fake_cuda import checked_gpu, fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_rows
 from te_dynamo.inspect.graphs.capture import Captured, capture
 from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
 from te_dynamo.inspect.tables import text_of
 from te_dynamo.inspect.target import not_in_place, options_and_mode, tensors_in, unchanged, unwrap
 from te_dynamo.kernels.runtime.target import TARGETS
-from te_dynamo.options import UNSET, names_near_keywords
+from te_dynamo.options import UNSET, Options, names_near_keywords
 from te_dynamo.rates import published, rates_of
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord, Report, WorkspaceRecord, coverage
@@ -109,7 +109,7 @@ class Explanation:
         which = f" in {self.recipes}, {len(matched)} of {linears}" if matched else f": none of {linears} is in a recipe"
         return (
             f"{here}{share}{which}; "
-            f"{self._estimate()}{f'its rows are {self.share_of_rows}; ' if self.share_of_rows else ''}"
+            f"{self._estimate()}{f'the rows are {self.share_of_rows}; ' if self.share_of_rows else ''}"
             f"{_count(len(self.reports), 'graph')}, {_count(len(self.graph_breaks), 'graph break')}{weights}{uncounted}{f'; {self.on_h200}' if self.on_h200 else ''}"
         )
 
@@ -118,7 +118,7 @@ class Explanation:
             return ""
         plain, ours = self.estimated_ms
         never = "" if self.measured else " (never measured there)"
-        return f"they take an estimated {ours:.3g} ms{never}, {plain:.3g} ms without a recipe ({plain / ours:.2f}x); "
+        return f"they take an estimated {ours:.3g} ms{never} instead of {plain:.3g} ms ({plain / ours:.2f}x); "
 
     @property
     def on_h200(self) -> str:
@@ -275,11 +275,11 @@ def explain(
     """
     target, own = unwrap(model)
     chosen = {"codegen": "eager", **options_and_mode(own, options, mode, recipe, rules)}
+    Options.parse(chosen)  # raises here for a wrong one: in the backend Dynamo would put its own error around ours
     if device is not None:
-        if str(device).lower() not in TARGETS:
-            raise InvalidOptionError.unknown("device", device, TARGETS)
+        gpu = checked_gpu(device)
         try:
-            return _required(_explain_for(device.lower(), target, args, kwargs, chosen), chosen)
+            return _required(_explain_for(gpu, target, args, kwargs, chosen), chosen)
         except (GuardOnDataDependentSymNode, UnsupportedFakeTensorException, DataDependentOutputException) as error:
             raise UnsupportedError(
                 f'te_dynamo.explain(device="{device}"): the model asks for values of tensors, which are not there without a run '

@@ -28,6 +28,7 @@ from torch.autograd.graph import Node
 from torch.fx import traceback as fx_traceback
 from torch.utils._pytree import tree_map
 
+from te_dynamo.errors import InvalidOptionError
 from te_dynamo.inspect.device_guard import ensure_device_guard
 from te_dynamo.inspect.fake_autocast import autocast_on_cuda
 from te_dynamo.inspect.target import exchange_tensors, held_as_before
@@ -37,7 +38,25 @@ from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.torch_private.table import FAKE_CUDA
 from te_dynamo.weights.frozen import FROZEN, Frozen, frozen_name, is_dropped
 
-__all__ = ["fake_cuda", "grad", "move", "moved"]
+__all__ = ["checked_gpu", "fake_cuda", "grad", "move", "moved"]
+
+
+_WITHOUT_FP8 = "a10", "a100", "a30", "a40", "a6000", "p100", "rtx3080", "rtx3090", "t4", "titanv", "v100"
+
+
+def checked_gpu(name: object, others: Sequence[str] = ()) -> str:
+    """The name of one in `TARGETS`, or of the other devices, in any case of letters, as it is written there.
+
+    Raises InvalidOptionError, which names the nearest, for another one.
+    """
+    spelled = str(name).lower()
+    if spelled in _WITHOUT_FP8:
+        raise InvalidOptionError(
+            f"te_dynamo: {name!r} has no FP8: every linear would stay in the model's precision there; with FP8: {', '.join(TARGETS)}"
+        )
+    if spelled not in TARGETS and spelled not in others:
+        raise InvalidOptionError.unknown("device", name, [*others, *TARGETS])
+    return spelled
 
 
 def _show_dynamo_torch() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from te_dynamo.inspect.dynamo import dynamo_untouched
-from te_dynamo.inspect.fake_cuda import fake_cuda, grad, move
+from te_dynamo.inspect.fake_cuda import checked_gpu, fake_cuda, grad, move
 from te_dynamo.inspect.graphs.capture import Captured, capture
 from te_dynamo.kernels.runtime.target import Target
 
@@ -33,14 +33,15 @@ def capture_on_fake_cuda(
                  here, and linears of a few hundred rows would stay in 16 bits (docs/will-my-model-gain.md).
     backward:    also run backward from every output that requires grad, to every parameter and input that
                  does; False runs under torch.no_grad().
-    device:      which GPU it is: one of kernels/runtime/target.py's table, by name, or a Target.
+    device:      which GPU it is: one of kernels/runtime/target.py's table, by name, or a Target. Raises InvalidOptionError for another name.
 
     No kernel runs and no value is computed. On a CPU-only build of torch, aten ops whose CUDA kernel only the
-    CUDA build has (silu_backward, _fused_rms_norm) show up decomposed; te operations are the same everywhere.
+    CUDA build has (silu_backward, _fused_rms_norm, flash attention) show up decomposed; te operations are the same everywhere.
     Not for several threads at once: torch.autograd.grad is replaced meanwhile. What was compiled before, and with which sizes, does not show.
     """
     model = make_model()
-    with capture() as graphs, dynamo_untouched(), fake_cuda(device):
+    gpu = checked_gpu(device) if isinstance(device, str) else device
+    with capture() as graphs, dynamo_untouched(), fake_cuda(gpu):
         move(model)
         inputs = make_inputs("cuda")
         compiled = torch.compile(model, backend=backend, **compile_kwargs)

@@ -55,7 +55,7 @@ def test_text(net):
     assert_expected_inline(
         str(explain(net, torch.ones(4, 8))),
         """\
-coverage 66.7% of linear FLOPs in float8_current_scaling, 1 of 2 linears; its rows are 100.0% of the model's matrix FLOPs; 1 graph, 0 graph breaks; an NVIDIA
+coverage 66.7% of linear FLOPs in float8_current_scaling, 1 of 2 linears; the rows are 100.0% of the model's matrix FLOPs; 1 graph, 0 graph breaks; an NVIDIA
 H200 would take 1 of 2 linears, 66.7%
 
 modules
@@ -177,14 +177,14 @@ def test_a_compiled_model_keeps_its_compilation_and_its_options(net):
         compilations.append(kwargs)
         return recording_backend(gm, example_inputs, **kwargs)
 
-    user = torch.compile(net, backend=counting, options={"recipe": "theirs"})
+    user = torch.compile(net, backend=counting, options={"recipe": "mxfp8"})
     user(torch.ones(4, 8))
-    assert explain(user, torch.ones(4, 8)).reports[0].notes == ["options {'codegen': 'eager', 'recipe': 'theirs'}"]
-    assert explain(user, torch.ones(4, 8), options={"recipe": "ours"}).reports[0].notes == [
-        "options {'codegen': 'eager', 'recipe': 'ours'}"
+    assert explain(user, torch.ones(4, 8)).reports[0].notes == ["options {'codegen': 'eager', 'recipe': 'mxfp8'}"]
+    assert explain(user, torch.ones(4, 8), options={"recipe": "nvfp4"}).reports[0].notes == [
+        "options {'codegen': 'eager', 'recipe': 'nvfp4'}"
     ]
     user(torch.ones(4, 8))
-    assert compilations == [{"options": {"recipe": "theirs"}}]
+    assert compilations == [{"options": {"recipe": "mxfp8"}}]
 
 
 def test_a_model_compiled_in_place_is_compiled_afresh_too(net):
@@ -271,7 +271,7 @@ def test_every_product_of_the_model_has_a_row(te):
     assert found.to_dict()["matrix_flops"] == {
         "by_weight": by_weight, "activations": 2 * 2 * 8 * 8 * 32, "has_a_row": 1.0,
     }  # fmt: skip
-    assert "its rows are 96.0% of the model's matrix FLOPs, products of two activations 4.0%; " in found.headline
+    assert "the rows are 96.0% of the model's matrix FLOPs, products of two activations 4.0%; " in found.headline
 
 
 @pytest.mark.one_fast_case
@@ -433,6 +433,22 @@ def test_what_is_not_known_is_a_note(te):
 def test_another_device_is_refused(net):
     with pytest.raises(InvalidOptionError, match=r"unknown device 'b300'; did you mean 'gb300' or 'b200'"):
         explain(net, torch.ones(4, 8), device="b300")
+
+
+@pytest.mark.parametrize("device", [None, "h200"])
+def test_a_wrong_option_is_our_error_alone(net, device):
+    """Not what Dynamo makes of what a backend raises."""
+    with pytest.raises(InvalidOptionError, match=r"unknown recipe 'mxpf8'; did you mean 'mxfp8'"):
+        explain(net, torch.ones(4, 8), recipe="mxpf8", device=device)
+
+
+def test_notes_of_another_device(te):
+    """What is advised of a model stands in the report, and nothing warns of a device that is not here."""
+    model, x = nn.Sequential(nn.Linear(2048, 2048)).bfloat16(), torch.ones(4096, 2048, dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="te_dynamo")
+        found = explain(model, x, rules=[("head", None)], device="h200")
+    assert found.to_dict()["notes"] == ["no module path of the model matches the rule 'head'"]
 
 
 def test_a_device_in_other_letters(net):

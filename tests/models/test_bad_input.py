@@ -313,7 +313,7 @@ def test_tokens_that_data_counts_are_not_in_coverage() -> None:
         found = te_dynamo.explain(Routed(), torch.randn(4, 16), options=EAGER)
     assert found.coverage == 1.0
     assert (
-        "2 of 2 linears; its rows are 100.0% of the model's matrix FLOPs; 1 graph, 0 graph breaks; " in found.headline
+        "2 of 2 linears; the rows are 100.0% of the model's matrix FLOPs; 1 graph, 0 graph breaks; " in found.headline
     )
     assert "; 1 linear of a length that data decides not counted" in found.headline
 

@@ -156,7 +156,8 @@ def left_as_plain(*nodes: fx.Node | None) -> str:
         if value.layout != torch.strided:
             return f"an operand has the layout {value.layout}, not strided"
         if value.device.type not in ("cuda", "cpu"):
-            return f"on the device {value.device.type!r}; te_dynamo runs on cuda and cpu"
+            no_gpu = '; te_dynamo.explain(.., device="h200") needs no GPU' * (value.device.type == "meta")
+            return f"on the device {value.device.type!r}; te_dynamo runs on cuda and cpu{no_gpu}"
     return ""
 
 

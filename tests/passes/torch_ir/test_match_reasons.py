@@ -99,4 +99,6 @@ def test_operands_of_two_precisions_which_torch_refuses_too() -> None:
 def test_another_device() -> None:
     compiled = Matched(Model(lambda w, x: F.linear(x, w), device="meta"))
     compiled(X.to("meta"))
-    assert compiled.reasons() == ["on the device 'meta'; te_dynamo runs on cuda and cpu"]
+    assert compiled.reasons() == [
+        "on the device 'meta'; te_dynamo runs on cuda and cpu; te_dynamo.explain(.., device=\"h200\") needs no GPU"
+    ]
