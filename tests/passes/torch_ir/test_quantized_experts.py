@@ -1,4 +1,4 @@
-"""Experts whose weights are one QuantizedTensor: te.grouped_linear multiplies its codes and scales as they are, in forward."""
+"""Experts whose weights are one QuantizedTensor: te.grouped_linear multiplies its codes and scales as they are."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def _run(model: nn.Module, x: Tensor, **options: Any) -> tuple[Tensor, Any]:
     torch._dynamo.reset()
     with te_dynamo.capture() as graphs:
         y = torch.compile(model, backend="te", fullgraph=True, options={"codegen": "eager", **options})(x, OFFS)
-    return y, graphs
+        if y.requires_grad:
+            y.float().square().sum().backward()
+    return y.detach(), graphs
 
 
 def _stored(model: Experts, kind: str, powers_of_two: bool) -> None:
@@ -71,11 +73,32 @@ def test_snapshot_of_what_is_read() -> None:
     assert "dequantize" not in graphs["inference"] and graphs["inference"].count("te.quantize") == 1  # of x
 
 
+@pytest.mark.one_fast_case
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_of_tokens(case: str) -> None:
+    """In the recipe by columns that are made of the rows, where they are the same codes; else by the dequantized weight."""
+    recipe, transposed = CASES[case]
+    model, values = Experts(transposed), torch.randn(56, 256).bfloat16()
+    x, given = (values.clone().requires_grad_() for _ in range(2))
+    quantized = "tensor" in case or "block" in case
+    expected, _ = _run(model, x, recipe=recipe)
+    _stored(model, case.split()[0], recipe == "float8_block_scaling")
+    y, graphs = _run(model, given, recipe=recipe)
+    (match,) = graphs.reports[0].matches
+    assert match.matched and match.recipe == recipe + "(backward='high_precision')" * (not quantized)
+    assert torch.equal(y, expected) and ("te.grouped_gemm" in graphs["backward"]) == quantized
+    if not quantized:
+        weight = model.weight.dequantize()
+        dx = F.grouped_mm((2 * y.float()).bfloat16(), weight.mT if transposed else weight, offs=OFFS)
+        x.grad = torch.cat((dx[:48], torch.zeros(8, 256).bfloat16()))
+    assert torch.equal(given.grad, x.grad) and given.grad.any()
+
+
 def test_what_stays_has_a_reason() -> None:
     def reason(model: Experts, x: Tensor, **options: Any) -> str:
         y, graphs = _run(model, x, **options)
         expected = F.grouped_mm(x.detach(), model.weight.dequantize().mT, offs=OFFS)
-        torch.testing.assert_close(y.detach(), expected, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
         return graphs.reports[0].matches[0].reason
 
     x = torch.randn(48, 256).bfloat16()
@@ -86,8 +109,25 @@ def test_what_stays_has_a_reason() -> None:
         reason(model, x, rules=[("", "mxfp8")]) == f"{there}; mxfp8 multiplies by MXFP8 with a scale per block of 1x32"
     )
     assert reason(model, x, rules=[("", None)]) == "rule '' leaves it in the model's precision"
-    x.requires_grad_()
-    assert "its weight is quantized already, and backward" in reason(model, x)
+    model.weight.requires_grad_()
+    assert reason(model, x) == "its weight is quantized already, and learns"
     ragged = Experts(False, n=2016)
     _stored(ragged, "mxfp8", False)
-    assert reason(ragged, x.detach()) == "its weight [3, 2016, 256] is quantized already, and has to be padded"
+    assert reason(ragged, x) == "its weight [3, 2016, 256] is quantized already, and has to be padded"
+
+
+@pytest.mark.slow
+def test_fp32_tokens_that_learn() -> None:
+    """What transformers calls there. torch's grouped_mm takes bf16, so that experts whose dgrad would be one stay what they are."""
+    pytest.importorskip("transformers.integrations.moe")
+    fallback = torch.ops.transformers.grouped_mm_fallback
+    for kind, reason in (
+        ("tensor", ""),
+        ("row", "backward multiplies by the values of its quantized weight, in fp32; torch's grouped_mm takes bf16"),
+    ):
+        model, x = Experts(False), torch.randn(48, 256, requires_grad=True)
+        model.weight.data = model.weight.data.float()
+        _stored(model, kind, False)
+        model.forward = lambda x, offs, weight=model.weight: fallback(x, weight.mT, offs)
+        _, graphs = _run(model, x)
+        assert graphs.reports[0].matches[0].reason == reason and x.grad.isfinite().all()
