@@ -139,7 +139,7 @@ def quantize_groups(x: torch.Tensor, offs: torch.Tensor, quantizer: Quantizer) -
 
 def columns_proto(x: TensorProto, groups: int, quantizer: Quantizer) -> TensorProto:
     """What `quantize_groups` makes of x's columns."""
-    rows = padded_rows(x.shape[0], groups) if quantizer.experts_begin_at > 1 else x.shape[0]
+    rows = padded_rows(x.shape[0], groups) if quantizer.experts_begin_at() > 1 else x.shape[0]
     return TensorProto((rows, x.shape[1]), x.dtype, quantizer.for_group_columns(groups), device=x.device)
 
 

@@ -60,7 +60,7 @@ class GroupedLinear(FuserSavesAll, BasicOperation):
             return
         if self.in_features % recipe.alignment or self.out_features % recipe.alignment:
             raise InvalidOptionError(f"{self._name()}: {recipe.gemms} need multiples of {recipe.alignment}")
-        if self.out_features % (multiple := recipe.weight_quantizer().experts_begin_at):
+        if self.out_features % (multiple := recipe.weight_quantizer().experts_begin_at()):
             raise InvalidOptionError(
                 f"{self._name()}: {recipe.gemms} of experts need out_features to be a multiple of {multiple}"
             )

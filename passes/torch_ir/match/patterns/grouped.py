@@ -355,7 +355,7 @@ def shape_reason(x: Sequence[Any], weight: Sequence[Any], recipe: Recipe, stored
 
 def _first_multiple(recipe: Recipe) -> int:
     """What the second dimension of the weights as they lie in memory is a multiple of: no two experts have a part of one block of scales."""
-    return math.lcm(recipe.alignment, recipe.weight_quantizer().experts_begin_at)
+    return math.lcm(recipe.alignment, recipe.weight_quantizer().experts_begin_at())
 
 
 def _paddings(weight: Sequence[Any], recipe: Recipe, stored_transposed: bool) -> tuple[int, int]:
