@@ -108,6 +108,10 @@ def test_what_stays_has_a_reason() -> None:
     assert (
         reason(model, x, rules=[("", "mxfp8")]) == f"{there}; mxfp8 multiplies by MXFP8 with a scale per block of 1x32"
     )
+    packed = Experts(False)
+    _stored(packed, "nvfp4", False)
+    without = "a grouped GEMM of a mixture's experts; nvfp4(weight_block_dims=1): there is no grouped GEMM for it"
+    assert reason(packed, x) == without
     assert reason(model, x, rules=[("", None)]) == "rule '' leaves it in the model's precision"
     model.weight.requires_grad_()
     assert reason(model, x) == "its weight is quantized already, and learns"
