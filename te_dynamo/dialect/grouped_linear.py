@@ -102,9 +102,7 @@ class GroupedLinearFwdArgs:
 
     # tensors
     x: torch.Tensor  # [M, K]
-    weight: Optional[
-        torch.Tensor
-    ]  # [G, N, K], or [G, K, N]; None with a workspace where nothing reads the weight itself
+    weight: Optional[torch.Tensor]  # [G, N, K], or [G, K, N]; None with a workspace where nothing reads its values
     offs: torch.Tensor  # int32 [G], the end of each group
     # gradients, quantizers and numerics
     config: GroupedLinearConfig

@@ -7,8 +7,7 @@
     torch.einsum("egcd,edf->egcf", x, w)    the same between changes of shape (contractions.py): GShard's; x @ w[:, None], torch.baddbmm
 
 A weight that the user transposes for the call is read as it is stored, so that nothing is copied; one that is quantized already by its codes and
-scales. Experts whose quantization
-would take longer than their GEMMs save stay what they are (cost.py), unless a rule names them.
+scales. Experts whose quantization would take longer than their GEMMs save stay what they are (cost.py), unless a rule names them.
 """
 
 from __future__ import annotations
