@@ -7,7 +7,7 @@ Group g is offs[g - 1] <= m < offs[g], as in grouped_product.py. Operands and sc
 
     A of rows        [M, K], rowwise
     B of rows        [G N, K] rowwise, or if b_columnwise [G K, N] columnwise: a weight [G, N, K], or [G, K, N], of which each expert
-                     begins at a multiple of 128
+                     begins with a block. The last 128 of an expert's K may reach into the next one's, times A's zeros
     A, B of columns  [P, N], [P, K], columnwise: tokens in the padded order of kernels/tiles/groups.py
 
 One kernel for every GPU: where tensor cores apply no scales of blocks, Triton makes bf16 of both operands, which holds all their values.
@@ -111,13 +111,16 @@ def gemm_grouped_mxfp8_kernel(
             group, row, end = rows_of_tile(row_tile, starts, ends, tiles, after, BLOCK_M)
             above, first, blocks = 0, 0, all_blocks
             b_row = column if B_DEEP else group * N + column
-            b_ahead = group * all_blocks if B_DEEP else 0
+            b_ahead = group * K if B_DEEP else 0
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for block in range(first, first + blocks):
-            x = load_operand(a_desc, row, block * 128, A_TURNED)
-            y = load_operand(b_desc, b_row, (block + b_ahead) * 128, B_TURNED)
-            x_scale = load_codes(a_scale_inv, row, block, M, a_stride, A_TURNED, BLOCK_M)
-            y_scale = load_codes(b_scale_inv, b_row, block + b_ahead, side_of_b, b_stride, B_TURNED, BLOCK_N)
+            k = block * 128
+            x = load_operand(a_desc, row, k, A_TURNED)
+            y = load_operand(b_desc, b_row, b_ahead + k, B_TURNED)
+            x_scale = load_codes(a_scale_inv, row, k // 32, M, K, a_stride, A_TURNED, BLOCK_M)
+            y_scale = load_codes(
+                b_scale_inv, b_row, (b_ahead + k) // 32, side_of_b, depth_of_b, b_stride, B_TURNED, BLOCK_N
+            )
             total = tl.dot_scaled(x, x_scale, A_FORMAT, y.T, y_scale, B_FORMAT, total)
         # Left and right half one after the other: the addresses of a whole tile do not fit in registers beside it.
         left, right = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
@@ -129,9 +132,9 @@ def gemm_grouped_mxfp8_kernel(
 
 
 @triton.jit
-def load_codes(scale_inv, first, block, SIDE, STRIDE, TURNED: tl.constexpr, BLOCK: tl.constexpr):
-    """The plain codes [BLOCK, 4] of a tile's rows, from `first` on, for the 128 values of a block. Past SIDE the last one's are read
-    again: they scale what is not stored."""
+def load_codes(scale_inv, first, block, SIDE, DEPTH, STRIDE, TURNED: tl.constexpr, BLOCK: tl.constexpr):
+    """The plain codes [BLOCK, 4] of a tile's rows, from `first` on, for four blocks. Past SIDE and DEPTH the last one's are read
+    again: they scale what is not stored, and zeros."""
     rows = tl.minimum(first + tl.arange(0, BLOCK), SIDE - 1)[:, None]
-    blocks = (block * 4 + tl.arange(0, 4))[None, :]
+    blocks = tl.minimum(block + tl.arange(0, 4), tl.cdiv(DEPTH, 32) - 1)[None, :]
     return tl.load(scale_inv + (blocks * STRIDE + rows if TURNED else rows * STRIDE + blocks))

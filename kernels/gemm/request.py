@@ -152,7 +152,7 @@ def _check_shapes(r: Request, name: str) -> None:
     elif goes and experts:
         rows, k = r.b.size
         grouped, k = (k, k // r.count) if r.deep else (rows, k)
-        goes = r.a.size[1] == k and grouped % (r.count * block.BLOCK) == 0
+        goes = r.a.size[1] == k and grouped % (r.count * _block(r)) == 0
     elif goes:
         goes = r.a.size[1] == r.b.size[1]
     if not goes:
@@ -179,7 +179,11 @@ def _wanted(r: Request) -> str:
     if r.a.scaling in ("tensor", "row"):
         return f"{a} and b [G, N, K]"
     along = "[N, G K], K" if r.deep else "[G N, K], N"
-    return f"{a} and b {along} a multiple of {block.BLOCK}"
+    return f"{a} and b {along} a multiple of {_block(r)}"
+
+
+def _block(r: Request) -> int:
+    return mxfp8.BLOCK if r.a.scaling == "1x32" else block.BLOCK
 
 
 def _check_scales(r: Request, name: str, side: str, operand: Operand) -> None:

@@ -14,7 +14,8 @@ expert alone gives. There the second dimension of the weight is a multiple of `Q
 makes them, weights [G, N, K] as [G N, K], and columns by `te.quantize_group_columns`: in blocks of 32 or 128 tokens, which are quantized in their
 padded order (kernels/tiles/groups.py), or with a scale a row, in the tokens' own order.
 
-`te.grouped_linear_with_workspace` is the same with the weight's buffers given. `GroupedLinearFwdArgs` and
+`te.grouped_linear_with_workspace` is the same with the weight's buffers given. Of rows alone backward makes the columns, or dx is that of the
+dequantized weight, which then is given beside them (no grad_output_quantizer). `GroupedLinearFwdArgs` and
 `GroupedLinearBwdArgs` are the one argument of every helper, as in linear.py.
 """
 
@@ -28,7 +29,7 @@ from te_dynamo._compat import register_value_class
 from te_dynamo.dialect.define import expand_in_compiler, te_op
 from te_dynamo.dialect.fakes import of_proto
 from te_dynamo.dialect.gemm import grouped_gemm
-from te_dynamo.dialect.linear import LinearConfig
+from te_dynamo.dialect.linear import LinearConfig, LinearFwdArgs, saved_aliases, weight_of_dgrad
 from te_dynamo.dialect.multiply import Operand
 from te_dynamo.errors import InputError, QuantizationError
 from te_dynamo.kernels.layouts.form import Form
@@ -45,6 +46,7 @@ from te_dynamo.recipe import Recipe
 class GroupedLinearConfig(LinearConfig):
     """How one grouped linear runs: a value, carried by the graph as a constant; weight_transposed: the weight is [G, K, N].
 
+    grad_output_quantizer: None computes dx in the precision of x, of the weight's values; the weight then has no gradient.
     Raises QuantizationError for quantizers whose tensors no grouped GEMM multiplies.
     """
 
@@ -52,6 +54,8 @@ class GroupedLinearConfig(LinearConfig):
 
     def __post_init__(self) -> None:
         check_grouped_linear(self.input_quantizer, self.weight_quantizer, self.grad_output_quantizer)
+        if self.grad_output_quantizer is None and self.weight_requires_grad:
+            raise QuantizationError("grouped linear: expected a quantizer of dy, of which wgrad is made")
 
     @classmethod
     def for_weight(
@@ -62,15 +66,15 @@ class GroupedLinearConfig(LinearConfig):
         input_requires_grad: bool,
         weight_requires_grad: bool,
     ) -> "GroupedLinearConfig":
-        """The configuration that `recipe`, with its backward quantized, gives a grouped linear."""
+        """The configuration that `recipe` gives a grouped linear."""
         fprop, dgrad, wgrad = recipe.fast_accum()
+        for_dgrad = input_requires_grad and recipe.quantizes()[1]
         return cls(
             input_quantizer=recipe.input_quantizer().with_usage(columnwise=weight_requires_grad),
             weight_quantizer=recipe.weight_quantizer().for_groups(
-                rowwise=input_requires_grad or not weight_transposed,
-                columnwise=input_requires_grad or weight_transposed,
+                rowwise=for_dgrad or not weight_transposed, columnwise=for_dgrad or weight_transposed
             ),
-            grad_output_quantizer=recipe.grad_output_quantizer(),
+            grad_output_quantizer=recipe.grad_output_quantizer() if recipe.quantizes()[1] else None,
             input_requires_grad=input_requires_grad,
             weight_requires_grad=weight_requires_grad,
             fprop_fast_accum=fprop,
@@ -98,7 +102,7 @@ class GroupedLinearFwdArgs:
 
     # tensors
     x: torch.Tensor  # [M, K]
-    weight: Optional[torch.Tensor]  # [G, N, K], or [G, K, N]; None with a workspace whose weight gets no gradient
+    weight: Optional[torch.Tensor]  # [G, N, K], or [G, K, N]; None with a workspace where nothing reads its values
     offs: torch.Tensor  # int32 [G], the end of each group
     # gradients, quantizers and numerics
     config: GroupedLinearConfig
@@ -133,7 +137,7 @@ def quantize_groups(x: torch.Tensor, offs: torch.Tensor, quantizer: Quantizer) -
 
 def columns_proto(x: TensorProto, groups: int, quantizer: Quantizer) -> TensorProto:
     """What `quantize_groups` makes of x's columns."""
-    rows = padded_rows(x.shape[0], groups) if quantizer.experts_begin_at > 1 else x.shape[0]
+    rows = padded_rows(x.shape[0], groups) if quantizer.experts_begin_at() > 1 else x.shape[0]
     return TensorProto((rows, x.shape[1]), x.dtype, quantizer.for_group_columns(groups), device=x.device)
 
 
@@ -180,7 +184,7 @@ def grouped_linear_forward(args: GroupedLinearFwdArgs) -> tuple[torch.Tensor, li
     to_save: list[torch.Tensor] = []
     if config.weight_requires_grad:
         to_save += config.input_quantizer.operand(x_buffers, columnwise=True)
-    if config.input_requires_grad and not args.weight_workspace:
+    if config.input_requires_grad and not args.weight_workspace and config.grad_output_quantizer is not None:
         to_save += config.weight_quantizer.operand(weight_buffers, columnwise=not config.weight_transposed)
     return out, to_save
 
@@ -198,9 +202,19 @@ def grouped_linear_backward(
     if not (config.input_requires_grad or config.weight_requires_grad):
         return None, None
     assert args.offs is not None
+    if config.grad_output_quantizer is None:
+        weight = args.weight_saved[0].to(dy.dtype)
+        return grouped_mm(dy, weight.transpose(1, 2) if config.weight_transposed else weight, args.offs), None
     return grouped_backward_products(
         args, quantize_groups(dy.contiguous(), args.offs, grouped_grad_output_quantizer(args))
     )
+
+
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """x [M, K] @ weight [G, K, N] by groups of rows; torch leaves the rows behind the last group unwritten, here they are zero."""
+    y = torch.nn.functional.grouped_mm(x.contiguous(), weight, offs=offs)
+    rows = torch.arange(x.shape[0], device=x.device, dtype=offs.dtype)
+    return torch.where((rows < offs[-1]).unsqueeze(1), y, 0)
 
 
 def grouped_grad_output_quantizer(args: GroupedLinearBwdArgs) -> Quantizer:
@@ -220,7 +234,7 @@ def grouped_backward_products(
     dx = dweight = None
     if config.input_requires_grad:
         dy_rows = Operand.of(quantizer, dy_buffers, columnwise=False)
-        weight = Operand(args.weight_saved, config.weight_quantizer.reading(columnwise=not config.weight_transposed))
+        weight = weight_of_dgrad(config, args.weight_saved)
         dx = _product(dy_rows, weight, args.offs, args.x_dtype, config.dgrad_fast_accum)
     if config.weight_requires_grad:
         dy_columns = Operand.of(quantizer, dy_buffers, columnwise=True)
@@ -246,7 +260,7 @@ def grouped_linear_forward_fake(
     saved = []
     if config.weight_requires_grad:
         saved.append(columns_proto(x, weight.shape[0], config.input_quantizer))
-    if config.input_requires_grad:
+    if config.input_requires_grad and config.grad_output_quantizer is not None:
         saved.append(TensorProto(weight.shape, weight.dtype, config.weight_quantizer, device=weight.device))
         saved[-1].update_usage(config.weight_transposed, not config.weight_transposed)
     return out, saved
@@ -272,9 +286,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
         GroupedLinearBwdArgs(x_dtype=x.dtype, weight_dtype=x.dtype if weight is None else weight.dtype, config=config),
         len(workspace),
     )
-    aliases: tuple[torch.Tensor, ...] = ()
-    if workspace and config.input_requires_grad:
-        aliases = config.weight_quantizer.operand(list(workspace), columnwise=not config.weight_transposed)
+    aliases = saved_aliases(LinearFwdArgs(x, weight, None, config, tuple(workspace)))
     ctx.save_for_backward(offs, *output[1:], *aliases)
     ctx.mark_non_differentiable(*output[1:])
 
@@ -315,12 +327,12 @@ def grouped_linear_with_workspace(
 ) -> list[torch.Tensor]:
     """te.grouped_linear of weights that are quantized: `workspace` holds their buffers, in the order of config.weight_quantizer.
 
-    weight: what gets the gradient, None where it needs none. Its values are not read.
+    weight: what gets the gradient. Its values are read by a backward of high precision alone; None where that needs none.
     """
     shape = config.stored_shape(workspace, offs.shape[0])
     proto = TensorProto(shape, x.dtype, device=x.device) if weight is None else to_tensor_proto(weight)
     out, saved = grouped_linear_forward_fake(to_tensor_proto(x), proto, config)
-    if config.input_requires_grad:
+    if config.input_requires_grad and config.grad_output_quantizer is not None:
         saved.pop()  # the weight's, an alias
     return [of_proto(out), *(buffer for proto in saved for buffer in proto.create_buffers())]
 

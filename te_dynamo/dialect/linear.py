@@ -356,7 +356,7 @@ def backward_products(
     if args.requires_dgrad:
         dx = multiply(
             Operand.of(quantizer, dy_buffers, columnwise=False),
-            _weight_of_dgrad(args),
+            weight_of_dgrad(config, args.weight_saved),
             args.x_dtype,
             config.dgrad_fast_accum,
             addend=addend if addend is None or addend.dim() == 2 else addend.reshape(-1, addend.shape[-1]),
@@ -369,12 +369,11 @@ def backward_products(
     return dx, dweight
 
 
-def _weight_of_dgrad(args: LinearBwdArgs) -> Operand:
-    config = args.config
-    assert config is not None
+def weight_of_dgrad(config: LinearConfig, saved: tuple[torch.Tensor, ...]) -> Operand:
+    """The weight as dgrad reads it, of what was saved."""
     if _makes_columns(config):
-        return Operand.of(config.weight_quantizer, args.weight_saved, columnwise=True)
-    return Operand(args.weight_saved, config.weight_quantizer.reading(columnwise=not config.weight_transposed))
+        return Operand.of(config.weight_quantizer, saved, columnwise=True)
+    return Operand(saved, config.weight_quantizer.reading(columnwise=not config.weight_transposed))
 
 
 def _gradients_in_high_precision(

@@ -33,7 +33,9 @@ class Operand:
         same codes."""
         if columnwise and not quantizer.columnwise and quantizer.columns_are_rows():
             data, scale_inv = quantizer.operand(list(buffers), columnwise=False)
-            codes = transpose(data) if quantizer.transposes_columns() else data
+            codes = data
+            if quantizer.transposes_columns():
+                codes = transpose(data) if data.dim() == 2 else data.transpose(1, 2).contiguous()  # experts apart
             return cls((codes, _turned(quantizer, scale_inv, data)), quantizer.reading(columnwise=True))
         return cls(tuple(quantizer.operand(list(buffers), columnwise)), quantizer.reading(columnwise))
 

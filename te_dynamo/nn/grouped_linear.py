@@ -19,7 +19,7 @@ class GroupedLinear(QuantizedModule):
     """num_gemms linears without bias, each of its own rows. State: weight0, weight1, ... [out_features, in_features].
 
     A recipe without grouped GEMMs, NVFP4 or a backward in high precision, is an InvalidOptionError, and so are out_features that are no
-    multiple of 128 in a recipe with scales of blocks.
+    multiple of the blocks in a recipe with scales of blocks.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class GroupedLinear(QuantizedModule):
     ) -> None:
         super().__init__(recipe)
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
-        if out_features % (multiple := self.recipe.weight_quantizer().experts_begin_at):
+        if out_features % (multiple := self.recipe.weight_quantizer().experts_begin_at()):
             raise InvalidOptionError(
                 f"te_dynamo.nn.GroupedLinear: out_features = {out_features}: {self.recipe.describe()} needs a multiple of {multiple}"
             )

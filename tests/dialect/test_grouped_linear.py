@@ -198,7 +198,7 @@ def test_bad_input() -> None:
         dataclasses.replace(good, weight_quantizer=Float8CurrentScalingQuantizer())
     with pytest.raises(QuantizationError, match="grouped linear: expected x, the weight and dy in one format"):
         dataclasses.replace(good, input_quantizer=Float8BlockQuantizer())
-    with pytest.raises(QuantizationError, match=r"got .*None"):
+    with pytest.raises(QuantizationError, match="expected a quantizer of dy, of which wgrad is made"):
         dataclasses.replace(good, grad_output_quantizer=None)
     with pytest.raises(QuantizationError, match="dgrad: e5m2 x e5m2"):
         dataclasses.replace(good, weight_quantizer=Float8GroupedQuantizer(fp8_format="e5m2"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -171,7 +172,25 @@ def test_a_program_is_saved_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_package_runs_without_te_dynamo(recipe: str, tmp_path: Path) -> None:
-    model, x = block(), rows()
+    model = block()
+    content, exported = _package(model, recipe, tmp_path)
+    codes = [t for t in exported.program.state_dict.values() if t.shape[0] >= 128 and t.numel() >= 64 * 128]
+    assert [bytes_of(t) in content for t in codes] == [True, True]
+    assert [bytes_of(p.detach()) in content for p in (model.up.weight, model.down.weight)] == [False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "recipe"), [("compressed-tensors", "float8_rowwise"), ("modelopt", "mxfp8")])
+def test_a_package_has_the_codes_of_a_checkpoint(form: str, recipe: str, tmp_path: Path) -> None:
+    te_dynamo.save_checkpoint(block(), tmp_path / "folder", form, recipe=recipe)
+    content, _ = _package(te_dynamo.load_checkpoint(block(), tmp_path / "folder"), RECIPES[0], tmp_path)
+    file = load_file(tmp_path / "folder" / "model.safetensors")
+    assert [bytes_of(file[f"{name}.weight"]) in content for name in ("up", "down")] == [True, True]
+
+
+def _package(model: nn.Module, recipe: str, tmp_path: Path) -> tuple[bytes, te_dynamo.Exported]:
+    """What is in a package, which gives what its program gives where te_dynamo is not."""
+    x = rows()
     exported = te_dynamo.export(model, (x,), dynamic_shapes=ROWS, recipe=recipe, path=tmp_path / "model.pt2")
     assert exported.path == str(tmp_path / "model.pt2")
     inputs = [x, rows(80)]
@@ -183,10 +202,7 @@ def test_a_package_runs_without_te_dynamo(recipe: str, tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", run], cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": ""})
     with zipfile.ZipFile(tmp_path / "model.pt2") as package:
-        content = b"".join(map(package.read, package.namelist()))
-    codes = [t for t in exported.program.state_dict.values() if t.shape[0] >= 128 and t.numel() >= 64 * 128]
-    assert [bytes_of(t) in content for t in codes] == [True, True]
-    assert [bytes_of(p.detach()) in content for p in (model.up.weight, model.down.weight)] == [False, False]
+        return b"".join(map(package.read, package.namelist())), exported
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

@@ -17,6 +17,7 @@ from te_dynamo.dialect.grouped_linear import (
     grouped_linear_backward,
     grouped_linear_forward,
     grouped_linear_forward_fake,
+    grouped_mm,
 )
 from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.operations import types
@@ -59,7 +60,7 @@ class GroupedLinear(FuserSavesAll, BasicOperation):
             return
         if self.in_features % recipe.alignment or self.out_features % recipe.alignment:
             raise InvalidOptionError(f"{self._name()}: {recipe.gemms} need multiples of {recipe.alignment}")
-        if self.out_features % (multiple := recipe.weight_quantizer().experts_begin_at):
+        if self.out_features % (multiple := recipe.weight_quantizer().experts_begin_at()):
             raise InvalidOptionError(
                 f"{self._name()}: {recipe.gemms} of experts need out_features to be a multiple of {multiple}"
             )
@@ -110,7 +111,7 @@ class GroupedLinear(FuserSavesAll, BasicOperation):
         config = self.config(needs)
         if config is None:
             by_columns = weight.to(input.dtype).contiguous().transpose(1, 2)
-            return _grouped_mm(input, by_columns, offs), [()], [_unquantized(input, weight, offs, needs)]
+            return grouped_mm(input, by_columns, offs), [()], [_unquantized(input, weight, offs, needs)]
         output, saved = grouped_linear_forward(GroupedLinearFwdArgs(input, weight, offs, config))
         return output, [()], [[offs, *saved] if saved else []]
 
@@ -186,13 +187,6 @@ def _unquantized(x: Any, weight: Any, offs: Any, needs: RequiresGrad) -> list[An
     return [offs, *operands] if operands else []
 
 
-def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """x [M, K] @ weight [G, K, N] by groups of rows; torch leaves the rows behind the last group unwritten, here they are zero."""
-    y = torch.nn.functional.grouped_mm(x.contiguous(), weight, offs=offs)
-    rows = torch.arange(x.shape[0], device=x.device, dtype=offs.dtype)
-    return torch.where((rows < offs[-1]).unsqueeze(1), y, 0)
-
-
 def _unquantized_backward(
     x: tuple[torch.Tensor, ...],
     weight: tuple[torch.Tensor, ...],
@@ -204,7 +198,7 @@ def _unquantized_backward(
     dx = dweight = None
     dy = dy.contiguous()
     if weight:
-        dx = _grouped_mm(dy, weight[0].to(dy.dtype).contiguous(), offs)
+        dx = grouped_mm(dy, weight[0].to(dy.dtype).contiguous(), offs)
     if x:
         dweight = torch.nn.functional.grouped_mm(dy.t(), x[0].contiguous(), offs=offs).to(dtype)
     return dx, dweight

@@ -63,10 +63,6 @@ class Quantizer(metaclass=OpaqueMeta):
     """Whether tensors of several linears may be one operand (te.quantize_stacked): weights in forward and gradients in wgrad; with
     `one_scale` both in dgrad too, where segments with scales of rows each would have to be scaled apart before they are added."""
 
-    experts_begin_at: ClassVar[int] = 1
-    """Where the experts of a weight [G, N, K] may begin, read as [G N, K], or a shard of a weight: a multiple of it, so that none shares a
-    block with another."""
-
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -139,6 +135,10 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def rows_of_a_scale(self) -> int:
         """How many rows next to each other share the scales of their blocks."""
+        return 1
+
+    def experts_begin_at(self) -> int:
+        """Where the experts of a weight [G, N, K] may begin, read as [G N, K]: a multiple of it, so that none shares a block with another."""
         return 1
 
     def no_groups_reason(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -32,8 +32,6 @@ class Float8BlockQuantizer(Float8Quantizer):
     1D columns are quantized on their own; 2D columns are the transposed rows.
     """
 
-    experts_begin_at: ClassVar[int] = BLOCK
-
     block_dims: int = 1
     power_of_two_scale: bool = True
     amax_epsilon: float = 0.0
@@ -53,6 +51,9 @@ class Float8BlockQuantizer(Float8Quantizer):
     def recipe(self) -> tuple[str, dict[str, Any]]:
         options = {"weight_block_dims": self.block_dims, "power_of_two_scales": self.power_of_two_scale}
         return "float8_block_scaling", options
+
+    def experts_begin_at(self) -> int:
+        return BLOCK
 
     def no_groups_reason(self) -> str:
         return "" if self.block_dims == 1 else "blocks of 128 rows would be two experts'"

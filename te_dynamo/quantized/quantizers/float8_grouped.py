@@ -28,6 +28,9 @@ class Float8GroupedQuantizer(OneScaleQuantizer):
         if len(shape) != 3:
             raise InputError(f"Float8GroupedQuantizer: expected a tensor [G, N, K], got the shape {list(shape)}")
 
+    def columns_are_rows(self) -> bool:
+        return True
+
     def form(self) -> GroupedForm:
         return GroupedForm(*self._form_fields())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -34,8 +34,6 @@ class MXFP8Quantizer(Float8Quantizer):
     With scale_block=32 columns are not transposed; with 128 they are the rows of x^T. 1D columns are quantized on their own. 2D columns are the
     same values: of blocks of 32 `data` is both usages', and there is no columnwise_data.
     """
-
-    experts_begin_at: ClassVar[int] = 128  # of either block: GEMMs contract 128 values at a time
 
     scale_block: int = 32
     block_dims: int = 1
@@ -68,6 +66,9 @@ class MXFP8Quantizer(Float8Quantizer):
 
     def rows_of_a_scale(self) -> int:
         return self.scale_block if self.block_dims == 2 else 1
+
+    def experts_begin_at(self) -> int:
+        return self.scale_block
 
     def no_groups_reason(self) -> str:
         return ""

@@ -22,20 +22,22 @@ def check_linear(x: Quantizer, weight: Quantizer, dy: Quantizer | None) -> None:
 
 
 def check_grouped_linear(x: Quantizer, weight: Quantizer, dy: Quantizer | None) -> None:
-    """Raises QuantizationError unless grouped GEMMs multiply the operands of a grouped linear, weight [G, N, K]."""
+    """Raises QuantizationError unless grouped GEMMs multiply the operands of a grouped linear, weight [G, N, K].
+
+    dy: None for a dgrad in high precision, and no wgrad.
+    """
     given = ", ".join(q.describe() if q else "None" for q in (x, weight, dy))
-    if dy is None:
-        raise QuantizationError(f"grouped linear: expected quantized gradients, got {given}")
-    for quantizer in (x, dy):
+    tokens = [x] if dy is None else [x, dy]
+    for quantizer in tokens:
         if reason := quantizer.no_groups_reason():
             raise QuantizationError(f"grouped linear: {quantizer.describe()}: {reason}; got {given}")
     if (
-        type(dy) is not type(x)
+        type(tokens[-1]) is not type(x)
         or type(weight) is not type(x.for_groups(True, True))
-        or _scale_blocks(x, weight, dy) > 1
+        or _scale_blocks(*tokens, weight) > 1
     ):
         raise QuantizationError(f"grouped linear: expected x, the weight and dy in one format, got {given}")
-    for gemm, a, b in (("fprop", x, weight), ("dgrad", dy, weight), ("wgrad", dy, x)):
+    for gemm, a, b in (("fprop", x, weight), ("dgrad", tokens[-1], weight), ("wgrad", tokens[-1], x)):
         if _both_e5m2(a, b):
             raise QuantizationError(f"{gemm}: e5m2 x e5m2: FP8 tensor cores do not multiply it; hold one in e4m3")
 

@@ -60,7 +60,7 @@ class Files(Mapping[str, Tensor]):
                     raise CheckpointError(f"{name!r} is in {self._places[name].file.name} and in {file.name}")
                 self._places[name] = place
         if (path / INDEX).is_file():
-            for name, file in json.loads((path / INDEX).read_text())["weight_map"].items():
+            for name, file in read_json(path / INDEX)["weight_map"].items():
                 if name not in self._places:
                     raise CheckpointError(f"{name!r} is not in {file}, where {INDEX} has it")
         self.metas = {name: place.meta for name, place in self._places.items()}
@@ -78,11 +78,23 @@ class Files(Mapping[str, Tensor]):
         return len(self._places)
 
 
+def read_json(file: Path) -> Any:
+    """What a file of JSON says. Raises CheckpointError for one that is none."""
+    return _parsed(file.read_bytes(), f"{file} is cut short, or")
+
+
+def _parsed(text: bytes, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{what} no JSON: {error}") from None
+
+
 def _shards(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if (path / INDEX).is_file():
-        found = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+        found = sorted(set(read_json(path / INDEX)["weight_map"].values()))
         missing = [name for name in found if not (path / name).is_file()]
         if missing:
             raise CheckpointError(f"{path}: {INDEX} names {missing[0]}, which is not there")
@@ -101,7 +113,7 @@ def _read_header(file: Path, metadata: dict[str, str]) -> Iterator[tuple[str, _P
             raise CheckpointError(
                 f"{file}: cut short, or no file of safetensors: its header would end at byte {8 + length} of {size}"
             )
-        header = json.loads(opened.read(length))
+        header = _parsed(opened.read(length), f"{file}: its header is")
     metadata.update(header.pop("__metadata__", {}))
     for name, entry in header.items():
         if entry["dtype"] not in _DTYPES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from torch import nn
 
 from te_dynamo.errors import CheckpointError
 from te_dynamo.weights.checkpoint.compressed_tensors import CompressedTensors
+from te_dynamo.weights.checkpoint.files import read_json
 from te_dynamo.weights.checkpoint.form import Config, Form
 from te_dynamo.weights.checkpoint.fp8 import FP8
 from te_dynamo.weights.checkpoint.modelopt import ModelOpt
@@ -48,6 +48,6 @@ def form_of(config: Config) -> Form:
 def read_config(folder: Path, metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(file -> JSON, of those that may name a quantization; the configuration that they have, {} without one)"""
     names = ("config.json", "hf_quant_config.json")
-    files = {name: json.loads((folder / name).read_text()) for name in names if (folder / name).is_file()}
+    files = {name: read_json(folder / name) for name in names if (folder / name).is_file()}
     whole = files.get("config.json", {})
     return files, from_metadata(metadata) or whole.get("quantization_config") or files.get("hf_quant_config.json", {})

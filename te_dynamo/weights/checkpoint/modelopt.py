@@ -40,9 +40,10 @@ class ModelOpt(Form):
             return ""
         algorithm = config.get("quant_algo")
         if algorithm == _MIXED:
-            if path not in config["quantized_layers"]:
+            layers = config.get("quantized_layers", {})
+            if path not in layers:
                 return ""
-            algorithm = config["quantized_layers"][path]["quant_algo"]
+            algorithm = layers[path]["quant_algo"]
         return named_kind("quant_algo", algorithm, _ALGORITHMS)
 
     def configuration(self, kinds: Mapping[str, str], left: Collection[str], powers_of_two: bool) -> dict[str, Any]:

@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     "two scales": ("modelopt", having(mlp__0__weight_scale=torch.ones(2)), r"'mlp.0.weight_scale' is \[2\], .* fused of several has to have one scale"),
     "other sizes": ("ct row", having(mlp__0__weight=torch.ones(N, 128).to(torch.float8_e4m3fn)), r"'mlp.0.weight' has codes \[384, 128\], and the model's \[384, 256\]"),
     "half-converted": ("ct row", lambda tensors: (tensors.pop("mlp.0.weight_scale"), tensors.update({"mlp.0.weight": torch.ones(N, K)})), r"'mlp.0.weight' is torch.float32 in the file, whose configuration says that it is quantized \(row\)"),
+    "a bias of another size": ("fp8", having(mlp__0__bias=torch.ones(4)), r"'mlp.0.bias' is \[4\] in the file and \[384\] in the model"),
     "a scale of another dtype": ("ct mxfp8", having(mlp__0__weight_scale=torch.ones(N, K // 32)), "'mlp.0.weight_scale' is torch.float32; mxfp8 has torch.uint8 there"),
 }  # fmt: skip
 
@@ -78,6 +79,7 @@ def _refused(tensors: Tensors, config: dict[str, Any], message: str, model: nn.M
         ("fp8", {"modules_to_not_convert": ["mlp.0"]}, "'mlp.0.weight_scale_inv' is in the file, whose configuration says"),
         ("modelopt", {"quant_algo": "INT4_AWQ"}, "quant_algo 'INT4_AWQ' is not known; known are 'FP8'"),
         ("modelopt", {"exclude_modules": ["*.0"]}, "'mlp.0.weight_scale' is in the file, whose configuration says"),
+        ("modelopt", {"quant_algo": "MIXED_PRECISION"}, "'mlp.0.weight_scale' is in the file, whose configuration says"),
         ("modelopt", {"quant_method": ""}, None),
         ("ct row", {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}}}, r"\(4, 'int', None, None\) is not known"),
     ],
@@ -138,6 +140,17 @@ def test_shards_that_cut_a_block() -> None:
     _refused(tensors, FILES["fp8"].config, message, nn.Linear(K, N // 2, bias=False))
 
 
+def test_sizes_that_are_no_blocks() -> None:
+    tensors = {"weight": torch.ones(4, 250).to(torch.float8_e4m3fn), "weight_scale": torch.full((4, 8), 120).byte()}
+    _refused(
+        tensors, FILES["ct mxfp8"].config, "'weight': rows of 250 values are no blocks of 32", nn.Linear(250, 4, False)
+    )
+    experts = nn.Module()
+    experts.down_proj = nn.Parameter(torch.zeros(2, 192, 128))
+    tensors = {"down_proj": torch.ones(2, 192, 128).to(torch.float8_e4m3fn), "down_proj_scale_inv": torch.ones(2, 2, 1)}
+    _refused(tensors, FILES["fp8"].config, "'down_proj': experts of 192 rows would share blocks of 128", experts)
+
+
 def test_files(tmp_path: Path) -> None:
     folder = write(tmp_path, FILES["fp8"])
     file = folder / "model.safetensors"
@@ -154,12 +167,22 @@ def test_files(tmp_path: Path) -> None:
     refused(rf"' has \d+ bytes, to byte {len(whole)} of model.safetensors, which is cut short at {len(whole) - 5}")
     file.write_bytes(whole[:20])
     refused("cut short, or no file of safetensors")
+    file.write_bytes(whole.replace(b'"F8_E4M3"', b'"F6_E2M3"', 1))
+    refused("'mlp.0.weight' of model.safetensors has the dtype F6_E2M3; known are BOOL, U8,")
+    file.write_bytes(whole.replace(b'"dtype":', b'"dtype"!', 1))
+    refused("model.safetensors: its header is no JSON: ")
     file.write_bytes(whole)
+    config = (folder / "config.json").read_bytes()
+    (folder / "config.json").write_bytes(config[:-5])
+    refused("config.json is cut short, or no JSON: ")
+    (folder / "config.json").write_bytes(config)
     index = folder / "model.safetensors.index.json"
     index.write_text(
         json.dumps({"weight_map": {"norm.bias": "model.safetensors", "mlp.4.weight": "model.safetensors"}})
     )
     refused("'mlp.4.weight' is not in model.safetensors, where model.safetensors.index.json has it")
+    index.write_text(index.read_text()[:-5])
+    refused("model.safetensors.index.json is cut short, or no JSON: ")
     index.write_text(json.dumps({"weight_map": {"norm.bias": "model-2.safetensors"}}))
     refused("names model-2.safetensors, which is not there")
     index.unlink()

@@ -115,19 +115,25 @@ def test_experts_that_transformers_merges(tmp_path: Path) -> None:
     gate_up = torch.cat([torch.stack(meant["gate_proj"]), torch.stack(meant["up_proj"])], 1)
     assert torch.equal(experts.gate_up_proj.dequantize(), gate_up.bfloat16())
     assert torch.equal(experts.down_proj.dequantize(), torch.stack(meant["down_proj"]).bfloat16())
+    scalars = {name: torch.ones(()) if name.endswith("_scale_inv") else tensor for name, tensor in tensors.items()}
+    save_file(scalars, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config.quantization_config["weight_block_size"] = None
+    config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"transformers makes one tensor of it .*which would need one scale"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
-    """The experts of a gpt-oss file are what transformers dequantizes them to, and are multiplied as they are."""
+    """The experts of a gpt-oss file are what transformers dequantizes them to, and are multiplied as they are; what is before them learns."""
     from safetensors.torch import save_file
 
-    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "intermediate_size": 128}
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "intermediate_size": 96}
     config = transformers.GptOssConfig(**{**SIZES, **sizes}, num_hidden_layers=1, vocab_size=64)
     tensors = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
     experts = "model.layers.0.mlp.experts"
-    for name, n in (("gate_up_proj", 256), ("down_proj", 128)):
+    for name, n, k in (("gate_up_proj", 192, 128), ("down_proj", 128, 96)):
         del tensors[f"{experts}.{name}"]
-        tensors |= {f"{experts}.{part}": tensor for part, tensor in gpt_oss(4, n, 128, name)[0].items()}
+        tensors |= {f"{experts}.{part}": tensor for part, tensor in gpt_oss(4, n, k, name)[0].items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     config.save_pretrained(tmp_path)
@@ -151,6 +157,17 @@ def test_gpt_oss(tmp_path: Path) -> None:
         expected = theirs(IDS).logits
         assert torch.equal(ours(IDS).logits, expected)
     assert (y - expected).norm() <= 0.06 * expected.norm()
+    peft, gradients = pytest.importorskip("peft"), []
+    for model in (theirs, ours):
+        torch.manual_seed(5)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["v_proj"]))
+        run = torch.compile(adapted, backend="te", options={"codegen": "eager", "rules": rules})
+        with te_dynamo.capture() as graphs:
+            (adapted if model is theirs else run)(input_ids=IDS, labels=IDS).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in adapted.parameters() if p.grad is not None]))
+    rows = [match for report in graphs.reports for match in report.matches if match.groups]
+    assert [(row.matched, row.recipe) for row in rows] == [(True, "mxfp8(backward='high_precision')")] * 2
+    assert 0 < (gradients[1] - gradients[0]).norm() <= 0.2 * gradients[0].norm()
 
 
 def test_bad_files(tmp_path: Path) -> None:

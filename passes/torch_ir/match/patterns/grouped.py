@@ -7,8 +7,7 @@
     torch.einsum("egcd,edf->egcf", x, w)    the same between changes of shape (contractions.py): GShard's; x @ w[:, None], torch.baddbmm
 
 A weight that the user transposes for the call is read as it is stored, so that nothing is copied; one that is quantized already by its codes and
-scales, in forward alone. Experts whose quantization
-would take longer than their GEMMs save stay what they are (cost.py), unless a rule names them.
+scales. Experts whose quantization would take longer than their GEMMs save stay what they are (cost.py), unless a rule names them.
 """
 
 from __future__ import annotations
@@ -58,6 +57,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     FLOATS,
     arguments,
     calls,
+    dtype_name,
     emit,
     emit_getitem,
     emit_method,
@@ -183,8 +183,10 @@ def _format_reason(node: fx.Node, weight: Any, held: Any, offs: Any, recipe: Rec
     read = recipe.weight_quantizer().for_groups(rowwise=not transposed, columnwise=transposed)
     if offs is None:
         return "its weight is quantized already, and it is no product of tokens that are sorted by expert"
-    if tensor_of(node).requires_grad:
-        return "its weight is quantized already, and backward reads it in the other direction too"
+    if tensor_of(weight).requires_grad:
+        return "its weight is quantized already, and learns"
+    if tensor_of(node).requires_grad and recipe.backward != "quantized" and tensor_of(node).dtype != torch.bfloat16:
+        return f"backward multiplies by the values of its quantized weight, in {dtype_name(tensor_of(node).dtype)}; torch's grouped_mm takes bf16"
     if not reads(read, there) or not (there.columnwise if transposed else there.rowwise):
         return f"its weight is {there.in_words()}; {recipe.describe()} multiplies by {read.in_words()}"
     if any(_paddings(tensor_of(weight).shape, recipe, transposed)):
@@ -193,14 +195,18 @@ def _format_reason(node: fx.Node, weight: Any, held: Any, offs: Any, recipe: Rec
 
 
 def _multiply_stored(node: fx.Node, x: fx.Node, weight: Any, held: Any, offs: fx.Node, recipe: Recipe) -> fx.Node:
-    """The product by the codes and scales of `weight`."""
+    """The product by the codes and scales of `weight`; dgrad too, or by its values where they are none in the other direction."""
     config = GroupedLinearConfig.for_weight(
-        recipe, weight_transposed=not held.quantizer.rowwise, input_requires_grad=False, weight_requires_grad=False
+        recipe,
+        weight_transposed=not held.quantizer.rowwise,
+        input_requires_grad=tensor_of(node).requires_grad and tensor_of(x).requires_grad,
+        weight_requires_grad=False,
     )
+    values = cast(weight, tensor_of(x).dtype, node) if config.grad_output_quantizer is None else None
     config = dataclasses.replace(config, weight_quantizer=held.quantizer)
     buffers = [emit(node.graph, getattr, (weight, f"_{name}"), node) for name in held.named_buffers()]
     results = emit(
-        node.graph, torch.ops.te.grouped_linear_with_workspace.default, (x, None, offs, config, buffers), node
+        node.graph, torch.ops.te.grouped_linear_with_workspace.default, (x, values, offs, config, buffers), node
     )
     return emit_getitem(node.graph, results, 0)
 
@@ -273,7 +279,8 @@ def _sizes(x: Any, weight: Any) -> Sizes:
 
 def _reason(node: fx.Node, x: Any, weight: Any, offs: Any, given: dict[str, Any], recipe: Recipe) -> str:
     """Why this product stays what it is, "" when it becomes te.grouped_linear."""
-    if reason := recipe_reason(recipe) or left_as_plain(node, x, None if _held(node, weight) else weight, offs):
+    held = _held(node, weight)
+    if reason := recipe_reason(recipe, held is not None) or left_as_plain(node, x, None if held else weight, offs):
         return reason
     ranks = (tensor_of(x).dim(), tensor_of(weight).dim())
     if ranks != ((3, 3) if offs is None else (2, 3)):
@@ -310,11 +317,13 @@ def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> 
     )
 
 
-def recipe_reason(recipe: Recipe) -> str:
-    """Why a recipe has no grouped linear, "" for one that has."""
+def recipe_reason(recipe: Recipe, stored: bool = False) -> str:
+    """Why a recipe has no grouped linear, "" for one that has. stored: of weights that do not learn, quantized already."""
     for quantizer in (recipe.input_quantizer(), recipe.grad_output_quantizer()):
         if reason := quantizer.no_groups_reason():
             return f"a grouped GEMM of a mixture's experts; {recipe.describe()}: {reason}"
+    if stored:
+        return ""
     if recipe.backward != "quantized":
         return f"a grouped GEMM of a mixture's experts; te.grouped_linear has no backward={recipe.backward!r}"
     if not all(recipe.quantizes()):
@@ -345,7 +354,7 @@ def shape_reason(x: Sequence[Any], weight: Sequence[Any], recipe: Recipe, stored
 
 def _first_multiple(recipe: Recipe) -> int:
     """What the second dimension of the weights as they lie in memory is a multiple of: no two experts have a part of one block of scales."""
-    return math.lcm(recipe.alignment, recipe.weight_quantizer().experts_begin_at)
+    return math.lcm(recipe.alignment, recipe.weight_quantizer().experts_begin_at())
 
 
 def _paddings(weight: Sequence[Any], recipe: Recipe, stored_transposed: bool) -> tuple[int, int]:

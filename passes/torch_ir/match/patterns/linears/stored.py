@@ -79,12 +79,12 @@ def give_back(node: fx.Node, weight: Any, stored: str) -> None:
 def recipe_of_stored(held: Quantizer, recipe: Recipe, named: bool, learns: bool) -> Recipe:
     """The recipe of a linear whose weight is held so: the given one if its GEMMs read the weight, or a rule names it.
 
-    learns: whether backward runs. Where no columns are there, nor can be made of the rows, it multiplies by the dequantized weight.
+    learns: whether backward runs. Where there are not both rows and columns, nor can these be made, it multiplies by the dequantized weight.
     """
     if not named and not reads(recipe.weight_quantizer(), held):
         recipe = recipes.of_weight(held)
-    columns = held.columnwise or (held.rowwise and held.columns_are_rows())
-    return dataclasses.replace(recipe, backward="high_precision") if learns and not columns else recipe
+    both = held.rowwise and (held.columnwise or held.columns_are_rows())
+    return dataclasses.replace(recipe, backward="high_precision") if learns and not both else recipe
 
 
 def reads(quantizer: Quantizer, held: Quantizer) -> bool:
