@@ -34,6 +34,7 @@ from triton import knobs
 
 from te_dynamo.inspect.fake_cuda import fake_cuda
 from te_dynamo.kernels.activation import activation, gated, gated_halves
+from te_dynamo.kernels.gemm.block_scales import multiplies_codes
 from te_dynamo.kernels.gemm.choose import Choice, Product, choose
 from te_dynamo.kernels.gemm.decode import launch_decode
 from te_dynamo.kernels.gemm.grouped_mxfp8 import multiply_groups
@@ -130,7 +131,7 @@ def i32(*shape: int) -> Tensor:
 
 def launches(target: Target) -> Iterator[tuple[str, Launch, int]]:
     """(case, what launches it, the bytes of shared memory that it may take) of every kernel on a target."""
-    for tiles in (_gemms, _stacked_gemms, _block_gemms, _grouped_gemms, _grouped_block_gemms):
+    for tiles in (_gemms, _stacked_gemms, _block_gemms, _scaled_gemms, _grouped_gemms, _grouped_block_gemms):
         yield from tiles(target)
     others = itertools.chain(_hopper_gemms(target) if target.has_wgmma else (), _grouped_mxfp8(), _others())
     yield from ((case, launch, target.shared_bytes) for case, launch in others)
@@ -199,6 +200,23 @@ def _block_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
             codes = [u8(rows, K // 32) for rows in (M, N)]
             sides = Operand(f8(M, K), codes[0], "1x128"), Operand(f8(N, K), codes[1], "1x128")
             yield f"{tile.name}, E8M0", _by(tile, Request(*sides, BF16, bias=bf16(N))), most
+    for tile, most in candidates(BLOCK_TILES, target, out_bytes=4):  # an addend takes as much as the result
+        for two_d in (True, False) if tile.split_k == 1 else ():
+            scales = [f32(*scale_shape(rows, K, square)) for rows, square in ((M, False), (N, two_d))]
+            sides = Operand(f8(M, K), scales[0], "1x128"), Operand(f8(N, K), scales[1], _blocks(two_d))
+            request = Request(*sides, BF16, bias=bf16(N), addend=bf16(M, N))
+            yield f"{tile.name}, 1x128 by {_blocks(two_d)}, adds", _by(tile, request), most
+
+
+def _scaled_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
+    """By tensor cores that know block scales."""
+    for turned in (False, True) if target.has_block_scales else ():
+        if multiplies_codes(target, turned):
+            a, b = (f8(M, K), u8(M // 4, K // 32, 4)), (f8(*((K, N) if turned else (N, K))), u8(N // 4, K // 32, 4))
+            for what, addend in (("", None), (", adds", bf16(M, N))):
+                sides = Operand(*a, "1x32"), Operand(*b, "1x32", turned)
+                call = functools.partial(run, Choice("scaled"), Request(*sides, BF16, bias=bf16(N), addend=addend))
+                yield f"scaled MXFP8{', b by columns' if turned else ''}{what}", call, target.shared_bytes
 
 
 def _grouped_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
@@ -328,6 +346,10 @@ def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
     codes = [u8(rows, K // 32) for rows in (M, N)]
     request = Request(Operand(a, codes[0], "1x128"), Operand(b, codes[1], "1x128"), BF16)
     yield "specialized, E8M0", _by(SPECIALIZED_BLOCK, request, "specialized")
+    sides = Operand(a, f32(*scale_shape(M, K, False)), "1x128"), Operand(b, f32(*scale_shape(N, K, True)), "128x128")
+    for what, shift in (("", None), (" with bias", bias)):
+        request = Request(*sides, BF16, bias=shift, addend=bf16(M, N))
+        yield f"specialized, 1x128 by 128x128, adds{what}", _by(SPECIALIZED_BLOCK, request, "specialized")
 
 
 def _others() -> Iterator[tuple[str, Launch]]:

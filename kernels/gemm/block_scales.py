@@ -3,7 +3,7 @@
     MXFP8  sum over k of A[m, k] * 2^(ea[m, k/32] - 127) * B[n, k] * 2^(eb[n, k/32] - 127)
     NVFP4  (sum over k of A[m, k] * sa[m, k/16] * B[n, k] * sb[n, k/16]) * (amaxA * amaxB / 2688^2)
 
-each + bias[n], rounded once. One persistent kernel; data and scales come through device-side descriptors, the scales swizzled
+each + bias[n], rounded once, then + addend[m, n], rounded again. One persistent kernel; data and scales come through device-side descriptors, the scales swizzled
 (kernels/layouts/tiled_scales.py): 512 bytes hold those of 128 rows by four blocks, in the order in which the tensor core's memory wants them.
 """
 
@@ -22,11 +22,10 @@ from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import mul_rn
 
 
-def multiply_scaled(r: Request) -> torch.Tensor:
-    """C of a request in MXFP8 or NVFP4, on a CUDA device whose tensor cores know block scales. The rows of the codes are whole 16 bytes; plain
-    scales are swizzled first."""
+def multiply_scaled(r: Request, c: torch.Tensor) -> None:
+    """Writes C of a request in MXFP8 or NVFP4, on a CUDA device whose tensor cores know block scales. The rows of the codes are whole 16 bytes;
+    plain scales are swizzled first. c: contiguous; it may be the addend, which is contiguous too."""
     a, b, (m, n, k) = r.a, r.b, r.mnk
-    c = r.empty()
     launch(
         gemm_block_scales_kernel,
         (gemm_multiprocessors(c.device),),
@@ -38,6 +37,7 @@ def multiply_scaled(r: Request) -> torch.Tensor:
         b_amax=b.codes if b.amax is None else b.amax,
         bias=a.codes if r.bias is None else r.bias,
         c=c,
+        addend=r.addend,
         M=m,
         N=n,
         K=2 * a.codes.shape[1] if a.scaling == "1x16" else k,
@@ -46,7 +46,6 @@ def multiply_scaled(r: Request) -> torch.Tensor:
         HAS_BIAS=r.bias is not None,
         **tile(target_of(c.device), a.scaling == "1x16"),
     )
-    return c
 
 
 def multiplies_codes(target: Target, b_columnwise: bool) -> bool:
@@ -77,6 +76,7 @@ def gemm_block_scales_kernel(
     b_amax,
     bias,
     c,
+    addend,
     M,
     N,
     K,
@@ -123,13 +123,13 @@ def gemm_block_scales_kernel(
             total = tl.dot_scaled(x, x_scale, A_FORMAT, y.T, y_scale, B_FORMAT, total)
         # Left and right half one after the other: the addresses of a whole tile do not fit in registers beside it.
         left, right = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        store_part(c, left, alpha, bias, row, column, M, N, NVFP4, HAS_BIAS)
-        store_part(c, right, alpha, bias, row, column + BLOCK_N // 2, M, N, NVFP4, HAS_BIAS)
+        store_part(c, addend, left, alpha, bias, row, column, M, N, NVFP4, HAS_BIAS)
+        store_part(c, addend, right, alpha, bias, row, column + BLOCK_N // 2, M, N, NVFP4, HAS_BIAS)
 
 
 @triton.jit
-def store_part(c, value, alpha, bias, row, column, M, N, HAS_ALPHA: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Applies alpha, adds the bias in fp32, rounds and writes a part of c [M, N]."""
+def store_part(c, addend, value, alpha, bias, row, column, M, N, HAS_ALPHA: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Applies alpha, adds the bias in fp32, rounds, adds the addend and writes a part of c [M, N]."""
     columns = column + tl.arange(0, value.shape[1])[None, :]
     if HAS_ALPHA:
         value = mul_rn(value, alpha)
@@ -137,7 +137,12 @@ def store_part(c, value, alpha, bias, row, column, M, N, HAS_ALPHA: tl.constexpr
         value += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)
     rows = row + tl.arange(0, value.shape[0])[:, None]
     offsets = rows.to(tl.int64) * N + columns
-    tl.store(c + offsets, value.to(c.dtype.element_ty), mask=(rows < M) & (columns < N))
+    inside = (rows < M) & (columns < N)
+    value = value.to(c.dtype.element_ty)
+    if addend is not None:
+        other = tl.load(addend + offsets, mask=inside, other=0.0).to(tl.float32)
+        value = (value.to(tl.float32) + other).to(c.dtype.element_ty)
+    tl.store(c + offsets, value, mask=inside)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ Eager calls, lowering, fusions and stacking ask it. Of one format there are up t
 
 decode and specialized are Hopper's. By the cost model of tiles.py the specialized kernel has to beat the usual one, and to take longer
 than the CPU takes to call it. A product that was timed on the device (`TUNED`, filled by tuned.py) runs what was fastest then. What
-MXFP8 and NVFP4 of blocks of 32 and 16 run is their own modules' to say.
+MXFP8 and NVFP4 of blocks of 32 and 16 run is multiply.py's to say.
 """
 
 from __future__ import annotations
@@ -126,11 +126,12 @@ class Product:
 class Choice:
     """kernel, tile: what runs. fused: whether it does the epilogue too; if not, that is a pass after the plain product.
 
-    Of cublaslt the tile is the usual kernel's, which runs what cuBLASLt cannot: a product by codes of E8M0.
+    Of cublaslt the tile is the usual kernel's, which runs what cuBLASLt cannot: a product by codes of E8M0. Of small blocks, "scaled" by tensor
+    cores that know them or "emulated", there is none.
     """
 
-    kernel: Literal["usual", "decode", "specialized", "cublaslt"]
-    tile: Tile | DecodeTile
+    kernel: Literal["usual", "decode", "specialized", "cublaslt", "scaled", "emulated"]
+    tile: Any = None
     fused: bool = True
 
     @property
@@ -231,7 +232,7 @@ def _fuses(product: Product, specialized: Tile | None, decode: DecodeTile | None
     """Whether the kernel that is the fastest does the epilogue too."""
     if product.epilogue == "add":
         vectors = product.n_known and stores_by_descriptor(product.n)
-        return vectors and (specialized is None or (product.out_bytes == 2 and not product.in_blocks))
+        return vectors and (specialized is None or (product.out_bytes == 2 and specialized != SPECIALIZED_SMALL_BLOCK))
     if product.epilogue == "amax":
         return decode is not None
     if product.epilogue == "gated":
@@ -254,10 +255,11 @@ def usual_tiles(p: Product, target: Target) -> list[Tile]:
 
 
 def _usual_tile(p: Product, target: Target) -> Tile:
+    if p.epilogue == "add":  # the addend passes through as much shared memory as the result does
+        p = dataclasses.replace(p, out_bytes=2 * p.out_bytes, epilogue="none")
     tuned = TUNED.get((p.plain, target))
     if tuned is not None and tuned.kernel == "usual":
-        wider = dataclasses.replace(p, out_bytes=2 * p.out_bytes) if p.epilogue == "add" else p  # the addend's bytes
-        fitting = [tile for tile in usual_tiles(wider, target) if tile.split_k == tuned.tile.split_k]
+        fitting = [tile for tile in usual_tiles(p, target) if tile.split_k == tuned.tile.split_k]
         assert isinstance(tuned.tile, Tile)
         if tuned.tile in fitting:
             return tuned.tile
@@ -274,9 +276,7 @@ def _usual_tile(p: Product, target: Target) -> Tile:
         return choose_block_tile(p.m, p.n, p.k, target, p.out_bytes)
     if p.stacking.along:
         return choose_stacked_tile(p.m, p.n, p.k, fast, p.stacking, target, p.out_bytes)
-    # The addend passes through as much shared memory as the result does. The number of parts of K is the same for any.
-    out_bytes = 2 * p.out_bytes if p.epilogue == "add" else p.out_bytes
-    return choose_tile(p.m, p.n, p.k, fast, target, out_bytes)
+    return choose_tile(p.m, p.n, p.k, fast, target, p.out_bytes)
 
 
 def _specialized_tile(p: Product, target: Target) -> Tile | None:

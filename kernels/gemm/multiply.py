@@ -11,7 +11,7 @@ The same request gives the same bits on every run.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -50,53 +50,43 @@ def multiply(r: Request, out: torch.Tensor | None = None) -> torch.Tensor:
     otherwise.
     """
     choice = _checked_choice(r)
-    if choice is None:
-        return _multiply_small_blocks(r)
     if r.addend is None or choice.fused:
         return run(choice, r if r.addend is None or out is not None else _with_readable_addend(r), out)
     return multiply(dataclasses.replace(r, addend=None)) + r.addend
 
 
-def _multiply_small_blocks(r: Request) -> torch.Tensor:
-    """C by tensor cores that know the scales, or by products of values."""
-    target = target_of(r.a.codes.device)
-    if r.a.scaling == "1x16":
-        return (multiply_scaled if target.has_block_scales else multiply_nvfp4)(r)
-    if r.groups:
-        return multiply_groups(r)
-    whole = all(x.codes.shape[1] % 16 == 0 for x in (r.a, r.b))
-    return (multiply_scaled if multiplies_codes(target, r.b.turned) and whole else multiply_mxfp8)(r)
-
-
-def _checked_choice(r: Request, epilogue: Any = "none") -> Choice | None:
-    """`choice_of` a request that is checked, None where its tensor cores know its scales. Both are remembered: they take the CPU
-    as long as the launch."""
+def _checked_choice(r: Request, epilogue: Any = "none") -> Choice:
+    """`choice_of` a request that is checked. Both are remembered: they take the CPU as long as the launch."""
     if is_recording():
         check(r)
-        return None if _knows_scales(r) else choice_of(r, epilogue, recorded=epilogue != "amax")
+        return choice_of(r, epilogue, recorded=epilogue != "amax")
     key = (r.facts(), epilogue, current_sm_margin())
     if key not in CHOSEN:
         check(r)
         if len(CHOSEN) >= _MOST_CHOSEN:
             CHOSEN.clear()
-        CHOSEN[key] = None if _knows_scales(r) else choice_of(r, epilogue)
+        CHOSEN[key] = choice_of(r, epilogue)
     return CHOSEN[key]
 
 
-def _knows_scales(r: Request) -> bool:
-    """Whether kernels with scales of small blocks run a request, on tensor cores that apply them or not."""
+def _of_small_blocks(r: Request) -> Literal["scaled", "emulated"] | None:
+    """How scales of small blocks are applied, by the tensor cores or to values; None where a request is choose.py's."""
+    target, scaling = target_of(r.a.codes.device), r.a.scaling
     codes = r.a.scale_inv.dtype == torch.uint8
-    if r.a.scaling in ("1x16", "1x32"):
-        return True
-    if r.a.scaling not in _CHOSEN_FOR:
-        raise ValueError(f"te gemm: no kernel multiplies operands with scales {r.a.scaling}")
-    return codes and target_of(r.a.codes.device).has_block_scales
+    if scaling == "1x16":
+        return "scaled" if target.has_block_scales else "emulated"
+    if scaling == "1x32" or (scaling in _CHOSEN_FOR and codes and target.has_block_scales):
+        whole = all(x.codes.shape[1] % 16 == 0 for x in (r.a, r.b))
+        return "scaled" if multiplies_codes(target, r.b.turned) and whole and not r.groups else "emulated"
+    if scaling not in _CHOSEN_FOR:
+        raise ValueError(f"te gemm: no kernel multiplies operands with scales {scaling}")
+    return None
 
 
 def multiply_with_amax(r: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """(C, fp32 [PARTIALS] whose maximum is its amax), of operands with a tensor's scale."""
     choice = _checked_choice(r, "amax")
-    if choice is None or not choice.fused:
+    if not choice.fused:
         c = multiply(r)
         return c, partial_amaxes(c)
     partials = torch.empty(PARTIALS, dtype=torch.float32, device=r.a.codes.device)
@@ -107,7 +97,6 @@ def multiply_gated(r: Request, gate: int, kind: str) -> tuple[torch.Tensor, torc
     """(C, fp32 [PARTIALS] whose maximum is the amax of f(gate) * up): gated.py's, of operands with a tensor's scale."""
     check_gated(r, gate, kind)
     choice = _checked_choice(r, "gated")
-    assert choice is not None
     operands = r.a.codes, r.a.scale_inv, r.b.codes, r.b.scale_inv
     if choice.specialized:
         return gemm_gated_specialized(*operands, r.fast, gate, kind)
@@ -120,7 +109,11 @@ def multiply_gated(r: Request, gate: int, kind: str) -> tuple[torch.Tensor, torc
 
 
 def choice_of(r: Request, epilogue: Any = "none", recorded: bool = False) -> Choice:
-    """What runs a request whose tensor cores know no scales. recorded: as `choose` takes it."""
+    """What runs a request. recorded: as `choose` takes it."""
+    epilogue = epilogue if r.addend is None else "add"
+    small_blocks = _of_small_blocks(r)
+    if small_blocks:
+        return Choice(small_blocks, fused=epilogue == "none" or (small_blocks == "scaled" and epilogue == "add"))
     experts, b = r.groups == "rows", r.b.codes
     if r.a.scaling == "tensor":
         scaling = "tensor"
@@ -128,23 +121,21 @@ def choice_of(r: Request, epilogue: Any = "none", recorded: bool = False) -> Cho
         scaling = "1x128 by 1x128"
     else:
         scaling = r.a.scaling
-    return choose_for(
+    choice = choose_for(
         r.a.codes,
         b.view(r.count, -1, b.shape[1]) if experts and b.dim() == 2 and not r.deep else b,
         r.fast,
         r.out_dtype,
         recorded=recorded,
-        epilogue=epilogue if r.addend is None else "add",
+        epilogue=epilogue,
         scaling=scaling,
         stacking=r.stacking,
         m_groups=r.count if experts else 0,
         k_groups=r.count if r.groups == "columns" else 0,
     )
-
-
-def is_specialized(r: Request, epilogue: Any = "none") -> bool:
-    """Whether a kernel in Gluon runs a request fastest."""
-    return r.a.scaling in _CHOSEN_FOR and choice_of(r, epilogue).specialized
+    # Beside a scale for each row of B's blocks the specialized kernel has no registers for an addend.
+    apart = epilogue == "add" and choice.specialized and r.a.scaling == r.b.scaling == "1x128"
+    return dataclasses.replace(choice, fused=False) if apart else choice
 
 
 def run(
@@ -154,16 +145,26 @@ def run(
 
     partials: of a DecodeTile, fp32 [PARTIALS] whose maximum becomes the amax of C, or None.
     """
+    if choice.kernel == "emulated":
+        return _emulated(r)
     if choice.kernel == "cublaslt" and r.a.scale_inv.dtype == torch.float32:
         return multiply_cublaslt(r)
     c = r.empty() if out is None else out
-    if choice.specialized:
+    if choice.kernel == "scaled":
+        multiply_scaled(r, c)
+    elif choice.specialized:
         _run_specialized(choice.tile, r, c)
     elif isinstance(choice.tile, DecodeTile) or not r.groups:
         _run_whole(choice.tile, r, c, partials)
     else:
         _run_groups(choice.tile, r, c)
     return c
+
+
+def _emulated(r: Request) -> torch.Tensor:
+    if r.groups:
+        return multiply_groups(r)
+    return (multiply_nvfp4 if r.a.scaling == "1x16" else multiply_mxfp8)(r)
 
 
 def _run_specialized(tile: Tile | DecodeTile, r: Request, c: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from te_dynamo.dialect.fakes import fake_mode_of
 from te_dynamo.dialect.gemm import ARGUMENTS, Gemm, gemm, gemm_gated, grouped_gemm, request_of, values_of
-from te_dynamo.kernels.gemm.multiply import choice_of, is_aligned, is_specialized
+from te_dynamo.kernels.gemm.multiply import choice_of, is_aligned
 from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
 from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
 from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_out
@@ -108,7 +108,7 @@ def is_extern(node: torch.fx.Node) -> bool:
     request = request_of(node)
     if request.addend is not None and not is_aligned(request.addend):
         return False
-    return is_specialized(request, _EXTERNS[node.target].epilogue)
+    return choice_of(request, _EXTERNS[node.target].epilogue).specialized
 
 
 @functools.cache

@@ -60,7 +60,8 @@ def gemm_specialized_out(
 
     scaling: "tensor", "row", or "1x128 1x128" or "1x128 128x128" of A's and B's blocks. fast: by fast accumulation. along, segments: of
     operands with a tensor's scale that are stacked. addend: None, or what is added to C as kernels/gemm/product.py does, of two bytes an
-    element and with scales of tensors or rows, not stacked. It may be out. small: by SPECIALIZED_SMALL_BLOCK, with scales of blocks.
+    element, not stacked, not small and not beside scales of b's rows of blocks. It may be out. small: by SPECIALIZED_SMALL_BLOCK, with
+    scales of blocks.
     """
     (m, k), n = a.shape, b.shape[0]
     if a_scale_inv.dtype == torch.uint8:
@@ -130,7 +131,8 @@ def gemm_specialized_kernel(
     a_scales = (make_scales(a_scale_inv, M, K, STAGES, BLOCK_M),) if BY_BLOCKS else ()
     b_scales = (make_scales(b_scale_inv, N, K, STAGES, BLOCK_N),) if SCALING == "1x128 1x128" else ()
     PLACED: gl.constexpr = result[0].layout
-    addends = () if addend is None else (tma.make_tensor_descriptor(addend, [M, N], [N, 1], [PART_M, PART_N], PLACED),)
+    ADDED_N: gl.constexpr = BLOCK_N // 2 if FAST else BLOCK_N
+    addends = () if addend is None else (tma.make_tensor_descriptor(addend, [M, N], [N, 1], [PART_M, ADDED_N], PLACED),)
     what = (ring, a_scales + b_scales, (a_scale_inv, b_scale_inv), (M, N, K), addends)
     STACK: gl.constexpr = (STACKED, SEGMENTS, EDGE_1, EDGE_2)
     gl.warp_specialize(
@@ -256,14 +258,14 @@ def _multiply(
         if BY_BLOCKS and not SMALL:  # by then without a scale to load, and with the same bias
             two = _finished(two, scale, bias, column, N)
         if len(addends) > 0:
-            one, stage, phase = _plus(GROUP, ring, c_desc, stage, phase, one, FAST)
+            one, stage, phase = _plus(GROUP, ring, addends[0], stage, phase, one, FAST)
         store(c_tile, c_desc, one, row, column)
         if SCALING == "row":
             two = scaled_by_rows(two, scale_inv[0], scale_inv[1], next_row, next_column, M, N)
         if not BY_BLOCKS:
             two = _finished(two, next_scale, bias, next_column, N)
         if len(addends) > 0:
-            two, stage, phase = _plus(GROUP, ring, c_desc, stage, phase, two, FAST)
+            two, stage, phase = _plus(GROUP, ring, addends[0], stage, phase, two, FAST)
         if not SMALL:
             store(c_tile, c_desc, two, next_row, next_column)
     tma.store_wait(0)
@@ -308,14 +310,14 @@ def _finished(total, scale, bias, column, N):
 
 
 @gluon.jit
-def _plus(GROUP: gl.constexpr, ring, c_desc, stage, phase, value, FAST: gl.constexpr):
+def _plus(GROUP: gl.constexpr, ring, desc, stage, phase, value, FAST: gl.constexpr):
     """This group's part of C rounded to its dtype, and that of the addend, which is in the next slot: their sum in fp32."""
     a_tiles, _, full, empty = ring
-    places = _addend_places(ring, c_desc, FAST)
+    places = _addend_places(ring, desc, FAST)
     mbarrier.wait(full.index(stage), phase)
     addend = places.index(stage * GROUPS + GROUP).load(value.type.layout)
     # Without a fence nothing waits for these loads before the slot is given back, and the next copy may overwrite what is not read yet.
     hopper.fence_async_shared()
     mbarrier.arrive(empty.index(stage))
     stage, phase = next_slot(stage, phase, a_tiles.shape[0])
-    return value.to(c_desc.dtype).to(gl.float32) + addend.to(gl.float32), stage, phase
+    return value.to(desc.dtype).to(gl.float32) + addend.to(gl.float32), stage, phase

@@ -56,9 +56,6 @@ class Quantizer(metaclass=OpaqueMeta):
     one_pass = False  # as this
     """Whether a compiled graph guesses the scale of what it quantizes, and casts again where the guess was wrong (lowering/one_pass.py)."""
 
-    fused_sums: ClassVar[bool] = False
-    """Whether its GEMM adds another tensor to its result (the addend of te.gemm)."""
-
     stacks: ClassVar[bool] = False
     """Whether tensors of several linears may be one operand (te.quantize_stacked): weights in forward and gradients in wgrad; with
     `one_scale` both in dgrad too, where segments with scales of rows each would have to be scaled apart before they are added."""
@@ -112,6 +109,11 @@ class Quantizer(metaclass=OpaqueMeta):
         name = type(self).__name__
         fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
         return f"{name}({fields})", {name: type(self)}
+
+    def fuses_sums(self) -> bool:
+        """Whether its GEMM is asked to add another tensor to its result (the addend of te.gemm): like `fused_producers`, where it is measured
+        or asked for."""
+        return self.fused_producers
 
     def scaling(self) -> Scaling:
         """What has one scale, as GEMMs are told (`Operand` of kernels/gemm/request.py)."""

@@ -31,7 +31,6 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
 
     one_scale: ClassVar[bool] = True
     fused_producers = True
-    fused_sums: ClassVar[bool] = True
     stacks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

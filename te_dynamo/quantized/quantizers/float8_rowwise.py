@@ -30,7 +30,6 @@ class Float8RowwiseQuantizer(RowScalesQuantizer):
     Columns are the rows of x^T, quantized on their own.
     """
 
-    fused_sums: ClassVar[bool] = True
     stacks: ClassVar[bool] = True
 
     fused_producers: bool = False
@@ -38,6 +37,9 @@ class Float8RowwiseQuantizer(RowScalesQuantizer):
     def _using(self, rowwise: bool, columnwise: bool) -> Float8RowwiseQuantizer:
         rule = self.fp8_format, self.power_of_two_scale, self.amax_epsilon
         return Float8RowwiseQuantizer(rowwise, columnwise, *rule, self.fused_producers)
+
+    def fuses_sums(self) -> bool:
+        return True
 
     def no_groups_reason(self) -> str:
         return ""

@@ -12,16 +12,22 @@ import types
 import pytest
 import torch
 from helpers.kernels import interpreted
+from helpers.kernels.block_operands import BLOCKS, e8m0
+from helpers.kernels.block_operands import operands as block_operands
 from helpers.kernels.gemm_operands import E4M3, E5M2, OUT, operands
 from helpers.kernels.gemms import (
+    block_request,
     gemm,
     gemm_add,
     gemm_add_in_place,
     gemm_add_reference,
     gemm_reference,
     gemm_with_tile,
+    with_tile,
 )
 from helpers.kernels.interpreter_process import run_in_interpreter
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from te_dynamo.kernels.gemm import decode as decode_kernels
 from te_dynamo.kernels.gemm import product as gemm_kernels
@@ -104,13 +110,13 @@ TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("scaling, fast", [("tensor", False), ("tensor", True), ("1x128 128x128", False)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_machine_code_for_large_products(dtype: torch.dtype, fast: bool) -> None:
+def test_machine_code_for_large_products(dtype: torch.dtype, scaling: str, fast: bool) -> None:
     """As deep a ring as without an addend, and no result waits for memory but through it."""
     from te_dynamo.kernels.runtime.compiled_code import compile_for
 
-    options = specialized_options(dtype.itemsize, fast=fast)
+    options = specialized_options(dtype.itemsize, scaling, fast)
     warps = options.pop("num_warps")
     types_ = {**BASE, "c": TYPES[dtype], "addend": TYPES[dtype], **SIZES}
     report = compile_for(gemm_specialized_kernel, types_, options, aligned=(*ALIGNED, "N"), num_warps=warps)
@@ -118,7 +124,7 @@ def test_machine_code_for_large_products(dtype: torch.dtype, fast: bool) -> None
     assert options["STAGES"] == 4
     loads = len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared::\w+\.global", report.ptx))
     assert loads == 2 + 2 * 2 * 2, "A and B, and twice a part for each group, whose rows are two swizzled ones"
-    assert "fma." not in report.ptx
+    assert scaling != "tensor" or "fma." not in report.ptx
 
 
 def tiles(dtype: torch.dtype) -> list[Tile]:
@@ -169,6 +175,7 @@ def test_in_the_interpreter() -> None:
 
 def main() -> None:
     """Bit for bit the same kernels' product and an addition, into a buffer and into the addend."""
+    interpreted.install()
     interpreted.install_products()
     decode_kernels.libdevice = types.SimpleNamespace(mul_rn=lambda x, y: x * y)  # type: ignore[assignment]
     decode = DecodeTile(16, 64, 64, 4, 3, True, 1)
@@ -180,6 +187,33 @@ def main() -> None:
                 for shift in (None, bias):
                     cut = dataclasses.replace(tile, split_k=split)  # type: ignore[type-var]
                     check(cut, a, sa, b, sb, shift)
+
+    sums_of_blocks_are_two_steps()
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from([*BLOCKS, "e8m0"]),
+    sizes=st.tuples(
+        st.integers(1, 80), st.integers(1, 10).map(lambda n: 8 * n), st.integers(1, 20).map(lambda k: 16 * k)
+    ),
+    dtype=st.sampled_from(OUT),
+    form=st.sampled_from([{}, {"halves": True}, {"split_k": 2}]),
+    biased=st.booleans(),
+)
+def sums_of_blocks_are_two_steps(
+    kind: str, sizes: tuple[int, int, int], dtype: torch.dtype, form, biased: bool
+) -> None:
+    a, sa, b, sb, bias, *two_d = block_operands(*sizes, kind if kind in BLOCKS else "1x128.1x128")
+    if kind == "e8m0":
+        sa, sb = e8m0(sa, sizes[0]), e8m0(sb, sizes[1])
+    r = block_request(a, sa, b, sb, bias if biased else None, dtype, *two_d)
+    tile = Tile(64, 64, 128, 4, 3, fast=False, tflops=1.0, **form)
+    addend = addend_of(*r.shape, dtype)
+    expected = with_tile(tile, r) + addend
+    added = dataclasses.replace(r, addend=addend)
+    assert torch.equal(with_tile(tile, added), expected)
+    assert with_tile(tile, added, addend) is addend and torch.equal(addend, expected)
 
 
 def check(tile: Tile | DecodeTile, a, sa, b, sb, bias) -> None:

@@ -5,14 +5,24 @@ Run as a program, this file is the interpreted part: TRITON_INTERPRET must be se
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
-from helpers.kernels.gemms import gemm_mxfp8, gemm_mxfp8_reference, gemm_nvfp4, gemm_nvfp4_reference
+from helpers.kernels.gemms import (
+    gemm_mxfp8,
+    gemm_mxfp8_reference,
+    gemm_nvfp4,
+    gemm_nvfp4_reference,
+    mxfp8_request,
+    nvfp4_request,
+)
 from helpers.kernels.interpreter_process import run_in_interpreter
 
 from te_dynamo.kernels.gemm import block_scales
+from te_dynamo.kernels.gemm.multiply import multiply
+from te_dynamo.kernels.gemm.request import Request
 from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
 from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
 from te_dynamo.kernels.quantize.mxfp8 import quantize_mxfp8_reference
@@ -61,6 +71,8 @@ def check_mxfp8(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, turned: bo
             b_columnwise,
         )
         torch.testing.assert_close(gemm_mxfp8(*operands), gemm_mxfp8_reference(*operands), rtol=1e-5, atol=1e-4)
+        if a.shape[0] == 1 and not swizzled:
+            check_sum(mxfp8_request(*operands))
 
 
 def check_nvfp4(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> None:
@@ -69,6 +81,18 @@ def check_nvfp4(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> None:
         right = quantize_nvfp4_reference(b, NVFP4Form(True, False, swizzled=swizzled))
         operands = (*left, *right, given, torch.float32)
         torch.testing.assert_close(gemm_nvfp4(*operands), gemm_nvfp4_reference(*operands), rtol=1e-5, atol=1e-4)
+        if a.shape[0] == 1 and not swizzled:
+            check_sum(nvfp4_request(*operands))
+
+
+def check_sum(r: Request) -> None:
+    """Bit for bit the product and an addition, into a buffer and into the addend."""
+    for dtype in (torch.float32, torch.bfloat16):
+        r = dataclasses.replace(r, out_dtype=dtype)
+        addend = torch.randn(r.shape).to(dtype)
+        expected, fused = multiply(r) + addend, dataclasses.replace(r, addend=addend)
+        assert torch.equal(multiply(fused), expected)
+        assert multiply(fused, out=addend) is addend and torch.equal(addend, expected)
 
 
 if __name__ == "__main__":

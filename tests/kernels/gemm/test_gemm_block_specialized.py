@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from helpers.kernels.block_operands import BLOCKS, e8m0, in_float64, operands
 from helpers.kernels.compiled_cases import MIXES, SHARED_BYTES, TRITON_TYPES
 from helpers.kernels.gemm_operands import E4M3, E5M2, OUT, relative_error
-from helpers.kernels.gemms import gemm_block, gemm_block_with_tile
+from helpers.kernels.gemms import block_request, gemm_block, gemm_block_with_tile
 from helpers.models.snapshot_models import kernels_everywhere
 from helpers.models.training import train
 from torch import fx, nn
 
 from te_dynamo.dialect.gemm import values_of
 from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, choose, choose_for
+from te_dynamo.kernels.gemm.multiply import choice_of, run
 from te_dynamo.kernels.gemm.specialized.product import (
     gemm_specialized_kernel,
     gemm_specialized_out,
     specialized_options,
 )
 from te_dynamo.kernels.gemm.specialized.scales import decode_kernel
-from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, SPECIALIZED_SMALL_BLOCK
+from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, SPECIALIZED_BLOCK, SPECIALIZED_SMALL_BLOCK
+from te_dynamo.kernels.layouts import block
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering.extern import gemm as extern_gemm
@@ -171,6 +175,32 @@ def test_its_bits_are_the_other_kernels(shape, out_dtype: torch.dtype, kind: str
             expected = gemm_block_with_tile(usual, a, sa, b, sb, shift, out_dtype, *two_d)
             for small in (False, True):
                 assert torch.equal(specialized(a, sa, b, sb, shift, two_d, out_dtype, small), expected)
+
+
+def test_an_addend_waits_for_a_launch_beside_scales_of_bs_rows() -> None:
+    """There are no registers for it."""
+    for two_d in (True, False):
+        with fake_cuda():
+            a, b = (torch.empty(rows, 4096, dtype=E4M3, device="cuda") for rows in (8192, 14336))
+            scales = [
+                torch.empty(block.scale_shape(len(x), 4096, wide), device="cuda")
+                for x, wide in ((a, False), (b, two_d))
+            ]
+            chosen = choice_of(block_request(a, scales[0], b, scales[1], None, torch.bfloat16, False, two_d), "add")
+        assert chosen == Choice("specialized", SPECIALIZED_BLOCK, fused=two_d)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8, 16), (300, 264, 1040), (8190, 136, 128), (8192, 4096, 1024)], ids=str)
+def test_an_addend_is_an_addition_of_its_own(shape, dtype: torch.dtype) -> None:
+    a, sa, b, sb, bias, *two_d = operands_of("1x128.128x128", *shape)
+    for shift in (None, bias):
+        plain = block_request(a, sa, b, sb, shift, dtype, *two_d)
+        addend, choice = torch.randn(shape[:2], device="cuda").to(dtype), Choice("specialized", SPECIALIZED_BLOCK)
+        expected, added = run(choice, plain) + addend, dataclasses.replace(plain, addend=addend)
+        assert torch.equal(run(choice, added), expected)
+        assert torch.equal(run(choice, added, out=addend), expected)
 
 
 @pytest.mark.gpu

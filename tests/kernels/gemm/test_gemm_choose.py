@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from te_dynamo.kernels.gemm.choose import Choice, Product, Stacking, choose, choose_for
-from te_dynamo.kernels.gemm.tiles import Tile
+from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, Stacking, choose, choose_for
+from te_dynamo.kernels.gemm.tiles import SPECIALIZED_BLOCK, SPECIALIZED_SMALL_BLOCK, Tile
 from te_dynamo.kernels.runtime.target import TARGETS, Target
 
 H200, B200 = TARGETS["h200"], TARGETS["b200"]
@@ -55,10 +57,25 @@ in parts              decode      16x64x128 s8 k/4""",
     )
 
 
-def test_the_specialized_kernel_adds_nothing_to_a_product_of_blocks() -> None:
+def test_the_specialized_kernel_adds_to_large_tiles_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     up = Product(*MLP["up"], False, 2, "add", "1x128")
-    assert choose(up, H200).kernel == "specialized" and not choose(up, H200).fused
-    assert choose(dataclasses.replace(up, scaling="tensor"), H200).fused
+    assert choose(up, H200) == Choice("specialized", SPECIALIZED_BLOCK)
+    wide = choose(dataclasses.replace(up, out_bytes=4), H200)
+    assert wide.kernel == "specialized" and not wide.fused
+    monkeypatch.setitem(TUNED, (up.plain, H200), Choice("specialized", SPECIALIZED_SMALL_BLOCK))
+    choose.cache_clear()
+    assert choose(up, H200) == Choice("specialized", SPECIALIZED_SMALL_BLOCK, fused=False)
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize("target", [TARGETS[name] for name in ("h200", "l40s", "b200", "rtx5090")], ids=str)
+def test_an_addend_takes_as_much_shared_memory_as_the_result(target: Target) -> None:
+    """The sum keeps the plain product's parts of K, of which its bits are."""
+    for scaling, size, nbytes in itertools.product(("tensor", "row", "1x128"), MLP.values(), (2, 4)):
+        added = Product(*size, False, nbytes, "add", scaling)  # type: ignore[arg-type]
+        found, plain = (choose(p, target, recorded=True) for p in (added, dataclasses.replace(added, epilogue="none")))
+        if found.kernel == "usual" and found.fused:
+            assert found.tile.fits(2 * nbytes, target) and found.tile.split_k == plain.tile.split_k
 
 
 def test_rows_that_are_not_known_and_rows_that_are_not_whole_vectors() -> None:

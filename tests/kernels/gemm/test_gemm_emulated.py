@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from helpers.kernels.gemms import gemm_mxfp8_reference, mxfp8_request
 
 from te_dynamo.kernels.gemm import emulated
+from te_dynamo.kernels.gemm.multiply import multiply
 from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
 from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8_reference, quantize_mxfp8_reference
 
@@ -30,4 +32,7 @@ def test_mxfp8_is_the_reference(columnwise: bool, out_dtype: torch.dtype, biased
         mock.patch("torch.mm", lambda a, b, out_dtype=None: (a.float() @ b.float()).to(out_dtype or a.dtype)),
     ):
         actual = emulated.multiply_mxfp8(mxfp8_request(*request))
+        addend = torch.randn(64, 96).to(out_dtype)
+        added = multiply(dataclasses.replace(mxfp8_request(*request), addend=addend))
     torch.testing.assert_close(actual, gemm_mxfp8_reference(*request))
+    assert torch.equal(added, actual + addend)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.graphs.graph_builder import E5M2, Builder, te
+from helpers.models.snapshot_models import compiled_run
+from torch import nn
 
 from te_dynamo.errors import QuantizationError
 from te_dynamo.lowering.in_place import launches_in_place
 from te_dynamo.passes.dialect.fuser import fuse
 from te_dynamo.passes.dialect.low_memory import make_columns_late
 from te_dynamo.quantized.quantizers import Float8BlockQuantizer, Float8RowwiseQuantizer, MXFP8Quantizer, Quantizer
-from te_dynamo.testing import fake_cuda
+from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
+from te_dynamo.testing import capture_on_fake_cuda, fake_cuda
 
 BLOCKS = (
     Float8BlockQuantizer(fused_producers=True),
@@ -56,3 +59,48 @@ def test_two_gradients_in_blocks_are_no_stack(quantizer: Quantizer, device: str)
         QuantizationError, match="stacked=True takes one scale a tensor; without it each gradient has buffers"
     ):
         te.gated_backward_quantize.default(*gradients, "silu", quantizer, False, True)
+
+
+class Residual(nn.Module):
+    """x + down(relu(up(x)))."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize(
+    "recipe, added",
+    [
+        (Float8BlockScaling(), ""),
+        (Float8BlockScaling(fused_producers=True), "h200 b200 rtx5090 l40s"),
+        (MXFP8BlockScaling(scale_block=128, fused_producers=True), "b200 rtx5090 l40s"),
+        (MXFP8BlockScaling(fused_producers=True), "b200 rtx5090"),  # others multiply the values
+        (NVFP4BlockScaling(), ""),
+    ],
+    ids=str,
+)
+def test_a_residual_stream_is_added_where_a_kernel_adds(recipe: Recipe, added: str) -> None:
+    found = []
+    for device in ("h200", "b200", "rtx5090", "l40s"):
+        torch._dynamo.reset()
+        graphs = capture_on_fake_cuda(
+            lambda: Residual(4096).bfloat16(),
+            lambda device: (torch.empty(8192, 4096, dtype=torch.bfloat16, device=device, requires_grad=True),),
+            device=device,
+            options={"recipe": recipe, "codegen": "eager"},
+        )
+        found += [device] * graphs["forward"].count(", addend=x")
+    assert found == added.split()
+
+
+@pytest.mark.parametrize("recipe", [Float8BlockScaling, MXFP8BlockScaling])
+def test_sums_in_gemms_change_no_bit(recipe: type[Recipe]) -> None:
+    options = {"codegen": "eager", "recipe": recipe(fused_producers=True)}
+    x = torch.randn(40, 128, dtype=torch.bfloat16)
+    fused, apart = (compiled_run(Residual, {**options, "fusions": fusions})(x) for fusions in (True, False))
+    assert all(map(torch.equal, fused.outputs, apart.outputs))
+    assert all(torch.equal(value, apart.gradients[name]) for name, value in fused.gradients.items())
