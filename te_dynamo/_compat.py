@@ -24,6 +24,7 @@ __all__ = [
     "as_analysed",
     "asks_for_inference",
     "attribute_read",
+    "is_exporting",
     "is_newer_than",
     "mutation_analysis_name",
     "nodes_of_updater",
@@ -68,6 +69,11 @@ def attribute_read(node: Node) -> str:
     if node.target is getattr:
         return str(node.args[1])
     return {torch.ops.aten.mT: "mT", torch.ops.aten.numpy_T: "T"}.get(node.target, "")  # type: ignore[call-overload,no-any-return]
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces, as code that Dynamo reads may ask: to it torch 2.11 answers torch.compiler.is_exporting() with True always."""
+    return torch.compiler._is_exporting_flag
 
 
 def mutation_analysis_name() -> str:

@@ -207,6 +207,7 @@ TABLE = (
     Private("torch._guards.TracingContext.try_get", "te_dynamo/user_code.py", "the function that Dynamo compiles",
             needs=("torch._guards.TracingContext.get_traced_code",)),
     Private("torch._guards.detect_fake_mode", "te_dynamo/dialect/fakes.py", "the fake mode of a graph's values"),
+    Private("torch.compiler._is_exporting_flag", "te_dynamo/_compat.py", "a frozen model refuses an export"),
     Private("torch._opaque_base.OpaqueBaseMeta", "te_dynamo/_compat.py",
             "quantizers and operations are constants of graphs",
             needs=("torch._library.opaque_object", "torch._C._is_opaque_type_registered", "torch._C._unregister_opaque_type")),

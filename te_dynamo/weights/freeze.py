@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from te_dynamo._compat import is_exporting
 from te_dynamo.dialect.define import leaving
 from te_dynamo.errors import KeptWeightError, UnsupportedError
 from te_dynamo.quantized.tensor import QuantizedTensor
@@ -163,7 +164,7 @@ def _refuse_export(model: nn.Module, _: Any) -> None:
     ours = (
         not torch.compiler.is_dynamo_compiling() and leaving.get()
     )  # Dynamo, which te_dynamo.export does without, reads no ContextVar
-    if (torch.compiler.is_exporting() and not ours) or torch.jit.is_tracing():
+    if (is_exporting() and not ours) or torch.jit.is_tracing():
         raise UnsupportedError(
             f"te_dynamo: {type(model).__name__} is frozen, and an export would have its weights in the model's precision, or NaN where they "
             "were dropped: call te_dynamo.unfreeze(model) first, or te_dynamo.export(model, args), which stores its codes"

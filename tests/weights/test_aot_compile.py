@@ -21,6 +21,7 @@ def frozen(state: Any = None) -> nn.Module:
     return te_dynamo.freeze(model)
 
 
+@torch._dynamo.config.patch(enable_aot_compile=True)  # off in torch 2.11
 def aot_compiled(model: nn.Module, x: torch.Tensor, **options: Any) -> Any:
     return torch.compile(model, backend="te", fullgraph=True, options=options).forward.aot_compile(((x,), {}))
 

@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from helpers.kernels import ptx
 from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
 
 __all__ = ["install", "install_products"]
@@ -58,6 +59,15 @@ def install() -> None:
         return multiply(self, a, a_scale, tl.constexpr(a_format), b, b_scale, tl.constexpr(b_format), *rest)
 
     TritonSemantic.dot_scaled = dot_scaled
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        # Triton 3.6 calls int() of an array with one element, which NumPy 2.4 refuses.
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
 
 
 def reduce_by_halves(self: ReduceOps, inputs: tuple[Any, ...]) -> list[Any]:
