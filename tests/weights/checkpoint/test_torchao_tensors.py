@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "mxfp8": ("mxfp8", _mx(torch.float8_e4m3fn)),
     "mxfp4": ("mxfp8", _mx(torch.float4_e2m1fn_x2)),
     "nvfp4": (
-        "nvfp4(two_d_weights=False)",
+        "nvfp4(weight_block_dims=1)",
         lambda weight: nvfp4.NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=weight.float().abs().max() / (448 * 6)),
     ),
 }
