@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.produce.produce import Source, produce
-from te_dynamo.kernels.produce.tensor import produce_tensor
+from te_dynamo.kernels.produce.tensor import made
 from te_dynamo.kernels.quantize.current import Tile
 from te_dynamo.kernels.quantize.formats import reference_of
 
@@ -117,14 +117,12 @@ def activation_backward_quantize_reference(
 
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """f(x) in x's shape and dtype (bf16, fp16 or fp32). Raises ValueError for an unknown kind."""
-    [y], _, _ = produce_tensor(_source((x,), kind), None, True)
-    return y
+    return made(_source((x,), kind))[0]
 
 
 def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     """dx = dy * f'(x) in x's shape and dtype."""
-    [dx], _, _ = produce_tensor(_source((dy, x), kind), None, True)
-    return dx
+    return made(_source((dy, x), kind))[0]
 
 
 def activation_quantize(

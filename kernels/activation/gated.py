@@ -19,7 +19,7 @@ from te_dynamo.kernels.activation import activation
 from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.sizes import Size
 from te_dynamo.kernels.produce.produce import Source, produce
-from te_dynamo.kernels.produce.tensor import partial_amaxes, produce_tensor
+from te_dynamo.kernels.produce.tensor import made, partial_amaxes
 from te_dynamo.kernels.quantize.current import Tile, stack_buffers
 from te_dynamo.kernels.quantize.formats import reference_of
 
@@ -109,8 +109,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     gate and up have rank >= 2. One whose rows are not contiguous, or not of one stride (in_rows), is copied. Raises ValueError
     for an unknown kind.
     """
-    [y], _, _ = produce_tensor(_source(gate, up, kind), None, True)
-    return y
+    return made(_source(gate, up, kind))[0]
 
 
 def gated_quantize(
@@ -142,7 +141,7 @@ def gated_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dgate, dup), contiguous, in gate's shape and dtype."""
-    [dgate, dup], _, _ = produce_tensor(source_of_gradients(dy, gate, up, kind), None, True)
+    [dgate, dup] = made(source_of_gradients(dy, gate, up, kind))
     return dgate, dup
 
 

@@ -9,7 +9,7 @@ import pytest
 from helpers.kernels.compiled_quantize import source
 
 from te_dynamo.kernels.activation import gated, gated_in_place
-from te_dynamo.kernels.produce import tensor
+from te_dynamo.kernels.produce import tensor, tensor_kernels
 from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 
@@ -35,7 +35,7 @@ def cases(columnwise: bool, kind: str) -> Iterator[Case]:
         return
     for name, together in (("gated", False), ("gated_backward", False), ("gated_backward", True)):
         flags = {**source(name, kind), "TOGETHER": together, "PARTS": 0}
-        yield tiled(tensor.produce_amax_kernel, amax_tile(COLUMNS), **flags)
+        yield tiled(tensor_kernels.produce_amax_kernel, amax_tile(COLUMNS), **flags)
     block, warps = gated_in_place.row_block(COLUMNS)
     row = {"KIND": kind, "E5M2": False, "QUARTER": COLUMNS // 4, "BLOCK_K": block, **CAST}
     for half in (-1, 1):
@@ -56,7 +56,7 @@ def casts(columnwise: bool, which: str, kind: str) -> Iterator[Case]:
     for name, stacked, half in shapes:
         tile = tensor.write_tile(name, 2, (8192, COLUMNS), columnwise, True, which != "known")
         flags = {**source(name, kind), "PARTS": 0, "EARLY": False, "STACKED": stacked, "HALF": half}
-        yield tiled(tensor.produce_write_kernel, tile, **flags, **usage)
+        yield tiled(tensor_kernels.produce_write_kernel, tile, **flags, **usage)
 
 
 def type_of(argument: str) -> str:

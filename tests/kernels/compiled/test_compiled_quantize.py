@@ -30,7 +30,7 @@ from te_dynamo.kernels.activation import activation, gated, gated_halves
 from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm import kernels as norm_kernels
 from te_dynamo.kernels.norm import norm
-from te_dynamo.kernels.produce import tensor
+from te_dynamo.kernels.produce import tensor, tensor_kernels
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize import current_kernels
 from te_dynamo.lowering.inductor.install import install
@@ -69,10 +69,10 @@ def amax_cases():
     for name, kind in SOURCES:
         for together in (False, True)[: 1 + (name == "gated_backward")]:
             flags = {**source(name, kind), "TOGETHER": together, "PARTS": 0}
-            yield tensor.produce_amax_kernel, *tiled(quantize.amax_tile(4096), **flags)
+            yield tensor_kernels.produce_amax_kernel, *tiled(quantize.amax_tile(4096), **flags)
         if name == "activation_backward":
             *tile, parts = quantize.stripes(4096)
-            yield tensor.produce_amax_kernel, *tiled((*tile, 8), **flags | {"PARTS": parts})
+            yield tensor_kernels.produce_amax_kernel, *tiled((*tile, 8), **flags | {"PARTS": parts})
 
 
 def cast_cases(rows: int, columnwise: bool = True, dtype: str = "bf16"):
@@ -87,7 +87,7 @@ def cast_cases(rows: int, columnwise: bool = True, dtype: str = "bf16"):
         for stacked, half in ((False, -1), (True, -1), (False, 0), (False, 1))[: 4 if both else 1]:
             flags = {"KEEP_OUTPUT": True, "EARLY": False, "STACKED": stacked, "HALF": half}
             flags |= {**source(name, kind, dtype), "PARTS": 32 if name == "activation_backward" else 0}
-            yield tensor.produce_write_kernel, *tiled(tile, **flags, **partials)
+            yield tensor_kernels.produce_write_kernel, *tiled(tile, **flags, **partials)
     # Under autocast fp32 is rounded to bf16, and the residual stream may read it in fp32.
     for layer, to in itertools.product((False, True), ("fp32", "bf16") if dtype == "fp32" else (dtype,)):
         flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}

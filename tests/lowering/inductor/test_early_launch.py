@@ -13,7 +13,7 @@ import te_dynamo
 from te_dynamo.kernels.activation import gated
 from te_dynamo.kernels.gemm import decode as gemm_decode
 from te_dynamo.kernels.gemm import product as gemm
-from te_dynamo.kernels.produce import tensor
+from te_dynamo.kernels.produce import tensor_kernels
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.kernels.runtime.compiled_code import compile_for
@@ -60,7 +60,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {**QUANTIZED, "BLOCK": 4096},
     ),
     "gated_write": (
-        tensor.produce_write_kernel,
+        tensor_kernels.produce_write_kernel,
         dict(
             **dict(a=BF16, b=BF16, partials=F32, data=F8, scale_inv=F32),
             **dict(M="i32", K="i32", a_stride="i32", b_stride="i32"),
