@@ -112,7 +112,7 @@ def produce(
     """
     if isinstance(form, TensorForm):
         return produce_tensor(source, form, keep_output, sums, half, **of_tensor)
-    assert not of_tensor.get("stacked")
+    assert not of_tensor.get("stacked")  # buffers of blocks, or of rows, are stacked by nobody yet
     if isinstance(form, RowForm):
         return produce_rows(source, form, keep_output, sums, half)
     x = source.like

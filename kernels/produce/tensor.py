@@ -86,6 +86,7 @@ def produce_tensor(
     )
     partial = None
     if hint is not None:
+        assert not sums  # they come with the amax
         found = [partials_to_find(_programs(source, tile), x.device) for _ in range(count)]
     elif amax is not None:
         found = [amax]
@@ -143,8 +144,7 @@ def partial_amaxes(
     x, (_, columns) = source.like, rows_and_columns(source.like.shape)
     count = 1 + (source.is_pair and not together)
     found = [torch.empty(PARTIALS, dtype=torch.float32, device=x.device) for _ in range(count)]
-    block_m, block_k, warps, parts = *amax_tile(columns), 0
-    summed = None
+    (block_m, block_k, warps), parts, summed = amax_tile(columns), 0, None
     if sums:
         block_m, block_k, parts = stripes(columns)
         warps, summed = 8, torch.empty((parts, columns), dtype=torch.float32, device=x.device)
