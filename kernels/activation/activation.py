@@ -4,34 +4,22 @@
     silu       x * sigmoid(x)                relu       max(x, 0)
     quick_gelu x * sigmoid(1.702 x), of CLIP    relu2      max(x, 0)^2, squared ReLU
 
-All arithmetic is fp32 with one rounding, to the input's dtype, at the end. A fused function is two
-launches: the amax of the rounded result, then the result again, cast (kernels/tiles/fp8.py); the cheap function
-is computed twice and its result never read back. The same device functions (kernels/tiles/activations.py) serve fused
-and unfused kernels: fused equals unfused plus `quantize`, bit for bit. Backward with a bias gradient sums columns in
-the first launch, in parts, and adds up the parts in the second.
+All arithmetic is fp32 with one rounding, to the input's dtype, at the end. The same device functions (kernels/tiles/activations.py) serve fused
+and unfused kernels (kernels/produce): fused equals unfused plus `quantize`, bit for bit.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from te_dynamo.kernels.activation.activation_kernels import (
-    activation_amax_kernel,
-    activation_backward_sums_kernel,
-    activation_write_kernel,
-)
 from te_dynamo.kernels.layouts.form import Form
-from te_dynamo.kernels.layouts.sizes import rows_and_columns
-from te_dynamo.kernels.produce.produce import FORMS, Source, produce
-from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, stripes
+from te_dynamo.kernels.produce.produce import Source, produce
+from te_dynamo.kernels.produce.tensor import made
+from te_dynamo.kernels.quantize.current import Tile
 from te_dynamo.kernels.quantize.formats import reference_of
-from te_dynamo.kernels.runtime.launch import launch
-from te_dynamo.kernels.tiles.fp8 import program_count
-from te_dynamo.kernels.tiles.one_pass import partials_to_find, passes
 
 __all__ = [
     "KINDS",
@@ -49,11 +37,6 @@ __all__ = [
 ]
 
 KINDS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2")
-
-
-FORWARD_TILE: Tile = (128, 64, 4)
-BACKWARD_TILE: Tile = (256, 64, 8)
-"""Tiles of the cast launches: the fastest on an H200 for GELU."""
 
 
 # --- reference ----------------------------------------------------------------------------------------------
@@ -134,12 +117,12 @@ def activation_backward_quantize_reference(
 
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """f(x) in x's shape and dtype (bf16, fp16 or fp32). Raises ValueError for an unknown kind."""
-    return _write(x, x, kind, backward=False)
+    return made(_source((x,), kind))[0]
 
 
 def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     """dx = dy * f'(x) in x's shape and dtype."""
-    return _write(dy, x, kind, backward=True)
+    return made(_source((dy, x), kind))[0]
 
 
 def activation_quantize(
@@ -151,7 +134,7 @@ def activation_quantize(
     hint: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """[f(x)?, data?, transpose?, scale_inv], equal to `activation` then `quantize`. hint: as `quantize`'s."""
-    return _quantize(x, x, kind, False, form, keep_output, False, tile, hint)
+    return [*itertools.chain(*produce(_source((x,), kind), form, keep_output, tile=tile, hint=hint))]
 
 
 def activation_backward_quantize(
@@ -168,140 +151,12 @@ def activation_backward_quantize(
 
     dbias (fp32 [K]) is the sum of the rounded dx over its rows. hint: as `quantize`'s, without dbias.
     """
-    return _quantize(dy, x, kind, True, form, keep_output, bias_grad, tile, hint)
+    source = _source((dy, x), kind)
+    return [*itertools.chain(*produce(source, form, keep_output, sums=bias_grad, tile=tile, hint=hint))]
 
 
-def _write(dy: torch.Tensor, x: torch.Tensor, kind: str, backward: bool) -> torch.Tensor:
+def _source(inputs: tuple[torch.Tensor, ...], kind: str) -> Source:
+    """f(x) of (x,), or dy f'(x) of (dy, x)."""
     check_kind(kind)
-    dy, x = dy.contiguous(), x.contiguous()
-    rows, columns = rows_and_columns(x.shape)
-    y = torch.empty_like(x)
-    block_m, block_k, warps = amax_tile(columns)
-    launch(
-        activation_write_kernel,
-        (program_count(rows, columns, block_m, block_k, x.device),),
-        dy=dy,
-        x=x,
-        partials=x,
-        hint=x,
-        sums=x,
-        y=y,
-        dbias=x,
-        data=x,
-        transpose=x,
-        scale_inv=x,
-        M=rows,
-        K=columns,
-        KIND=kind,
-        BACKWARD=backward,
-        KEEP_OUTPUT=True,
-        PASS="known",
-        PARTS=0,
-        FMAX=1.0,
-        EPS=0.0,
-        POWER_OF_TWO=False,
-        ROWWISE=False,
-        COLUMNWISE=False,
-        PARTIALS=1,
-        BLOCK_M=block_m,
-        BLOCK_K=block_k,
-        num_warps=warps,
-    )
-    return y
-
-
-def _quantize(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    kind: str,
-    backward: bool,
-    form: Form,
-    keep_output: bool,
-    bias_grad: bool,
-    tile: Tile | None,
-    hint: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    check_kind(kind)
-    dy, x = dy.contiguous(), x.contiguous()
-    rows, columns = rows_and_columns(x.shape)
-    if isinstance(form, FORMS):
-        inputs = (dy, x) if backward else (x,)
-        source = Source("activation_backward" if backward else "activation", inputs, (columns, columns), kind)
-        return [*itertools.chain(*produce(source, form, keep_output, sums=bias_grad))]
-    function = {"dy": dy, "x": x, "KIND": kind, "BACKWARD": backward}
-    large = write_tile(backward, x.element_size(), keep_output and hint is not None)
-    block_m, block_k, warps = tile or cast_tile(rows, columns, form.columnwise, large)
-    programs = program_count(rows, columns, block_m, block_k, x.device)
-    sums = x
-    if bias_grad:
-        partials, sums = _amaxes_and_sums(dy, x, kind)
-    else:
-        partials = _amaxes(function) if hint is None else partials_to_find(programs, x.device)
-    dbias = [torch.empty(columns, dtype=torch.float32, device=x.device)] if bias_grad else []
-    y = torch.empty_like(x) if keep_output else x
-    buffers = form.allocate((rows, columns), x.device)
-    for number, usage in enumerate(passes(form, x.element_size(), hint)):
-        launch(
-            activation_write_kernel,
-            (programs,),
-            **function,
-            partials=partials,
-            hint=x if hint is None else hint,
-            sums=sums,
-            y=y,
-            dbias=dbias[0] if dbias else x,
-            M=rows,
-            K=columns,
-            KEEP_OUTPUT=keep_output and number == 0,
-            PARTS=sums.shape[0] if dbias and number == 0 else 0,
-            **form.pointers(buffers, unused=x),
-            **form.constants(),
-            **usage,
-            PARTIALS=partials.shape[0],
-            BLOCK_M=block_m,
-            BLOCK_K=block_k,
-            num_warps=warps,
-        )
-    return [*([y] if keep_output else []), *dbias, *buffers.values()]
-
-
-def write_tile(backward: bool, itemsize: int, keeps_and_guesses: bool = False) -> Tile:
-    """The large tile of the launch that casts. Half of it fits in registers in backward with 4-byte elements, and in forward where the
-    output is kept and the amax found beside."""
-    rows, columns, warps = BACKWARD_TILE if backward else FORWARD_TILE
-    halved = itemsize == 4 if backward else keeps_and_guesses
-    return rows // (1 + halved), columns, warps
-
-
-def _amaxes(function: dict[str, Any]) -> torch.Tensor:
-    """fp32 [PARTIALS], whose maximum is the amax of the function's rounded result."""
-    rows, columns = rows_and_columns(function["x"].shape)
-    partials = torch.empty(PARTIALS, dtype=torch.float32, device=function["x"].device)
-    block_m, block_k, warps = amax_tile(columns)
-    tile = {"BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps}
-    launch(activation_amax_kernel, (PARTIALS,), **function, partials=partials, M=rows, K=columns, **tile)
-    return partials
-
-
-def _amaxes_and_sums(dy: torch.Tensor, x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(partial amaxes, partial sums [parts, K]) of the rounded dx, from one launch that reads both tensors."""
-    rows, columns = rows_and_columns(x.shape)
-    block_m, block_k, parts = stripes(columns)
-    partials = torch.empty(PARTIALS, dtype=torch.float32, device=x.device)
-    sums = torch.empty((parts, columns), dtype=torch.float32, device=x.device)
-    launch(
-        activation_backward_sums_kernel,
-        (PARTIALS,),
-        dy=dy,
-        x=x,
-        partials=partials,
-        sums=sums,
-        M=rows,
-        K=columns,
-        KIND=kind,
-        PARTS=parts,
-        BLOCK_M=block_m,
-        BLOCK_K=block_k,
-        num_warps=8,
-    )
-    return partials, sums
+    name = "activation" if len(inputs) == 1 else "activation_backward"
+    return Source(name, [x.contiguous() for x in inputs], [inputs[0].shape[-1]] * len(inputs), kind)

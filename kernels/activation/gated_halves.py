@@ -2,7 +2,7 @@
 
     grad [M, 2K] = [dgate, dup], or [dup, dgate], then `quantize`
 
-The launches of kernels/activation/gated.py, with one amax for both; grad itself is written only if it is asked for.
+As kernels/activation/gated.py has it, with one amax for both; grad itself is written only if it is asked for.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ import torch
 from te_dynamo.kernels.activation.gated import (
     gated_backward,
     gated_backward_reference,
-    in_rows,
-    launch_gradients,
     source_of_gradients,
 )
 from te_dynamo.kernels.layouts.form import Form
-from te_dynamo.kernels.layouts.sizes import rows_and_columns
 from te_dynamo.kernels.layouts.tensor import TensorForm
-from te_dynamo.kernels.produce.produce import FORMS, produce
+from te_dynamo.kernels.produce.produce import produce
 from te_dynamo.kernels.quantize.current import Tile
 from te_dynamo.kernels.quantize.formats import FORMATS, reference_of
 
@@ -58,25 +55,10 @@ def gated_backward_quantize_halves(
 
     grad [..., 2K] = [dgate, dup] with gate_first, else [dup, dgate]. hint: as `quantize`'s.
     """
-    dy, gate, up = dy.contiguous(), in_rows(gate), in_rows(up)
-    rows, columns = rows_and_columns(gate.shape)
-    if isinstance(form, FORMS) and columns % 128 == 0:
+    if isinstance(form, TensorForm) or gate.shape[-1] % 128 == 0:
         source = source_of_gradients(dy, gate, up, kind)
-        return [*itertools.chain(*produce(source, form, keep_output, half=int(not gate_first)))]
-    if not isinstance(form, TensorForm):  # blocks of columns that are of both
-        dgate, dup = gated_backward(dy, gate, up, kind)
-        grad = torch.cat([dgate, dup] if gate_first else [dup, dgate], -1)
-        return [*([grad] if keep_output else []), *FORMATS[type(form)].kernel(grad, form)]
-    shape = (*gate.shape[:-1], 2 * columns)
-    grad = torch.empty(shape, dtype=gate.dtype, device=gate.device) if keep_output else gate
-    buffers = form.allocate((rows, 2 * columns), gate.device)
-    launch_gradients(
-        {"dy": dy, "gate": gate, "up": up, "dgate": grad},
-        form,
-        buffers,
-        {"KIND": kind, "STACKED": False, "GATE_HALF": int(not gate_first)},
-        keep_output,
-        tile,
-        hint,
-    )
-    return [*([grad] if keep_output else []), *buffers.values()]
+        produced = produce(source, form, keep_output, half=int(not gate_first), tile=tile, hint=hint)
+        return [*itertools.chain(*produced)]
+    dgate, dup = gated_backward(dy, gate, up, kind)  # blocks of columns would be of both
+    grad = torch.cat([dgate, dup] if gate_first else [dup, dgate], -1)
+    return [*([grad] if keep_output else []), *FORMATS[type(form)].kernel(grad, form)]

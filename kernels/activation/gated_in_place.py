@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import torch
 
-from te_dynamo.kernels.activation.gated import in_rows, partial_amaxes_of_gradients, sizes_of
+from te_dynamo.kernels.activation.gated import source_of_gradients
 from te_dynamo.kernels.layouts.sizes import Size, rows_and_columns
 from te_dynamo.kernels.layouts.tensor import TensorForm
+from te_dynamo.kernels.produce.tensor import partial_amaxes
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
@@ -142,11 +143,12 @@ def gated_backward_quantize_in_place(
             f"te gated_backward_quantize_in_place: expected a contiguous dy of two bytes an element whose columns are a multiple "
             f"of {COLUMNS_MULTIPLE} up to {MOST_COLUMNS}, got {dy.dtype} {tuple(dy.shape)} with strides {dy.stride()}"
         )
-    gate, up = in_rows(gate), in_rows(up)
     halves = gate_first is not None
-    partials = partial_amaxes_of_gradients(dy, gate, up, kind, together=halves)
+    source = source_of_gradients(dy, gate, up, kind)
+    found, _ = partial_amaxes(source, together=halves)
+    _, gate, up = source.inputs
+    _, gate_stride, up_stride = source.strides
     scale_inv = torch.empty(1 if halves else 2, dtype=torch.float32, device=dy.device)
-    sizes = sizes_of(gate, up)
     block_k, warps = row_block(columns)
     dy = dy.reshape(rows, columns)
     launch(
@@ -155,10 +157,11 @@ def gated_backward_quantize_in_place(
         dy=dy,
         gate=gate,
         up=up,
-        **partials,
+        gate_partials=found[0],
+        up_partials=found[-1],
         scale_inv=scale_inv,
-        gate_stride=sizes["gate_stride"],
-        up_stride=sizes["up_stride"],
+        gate_stride=gate_stride,
+        up_stride=up_stride,
         M=rows,
         KIND=kind,
         GATE_HALF=int(not gate_first) if halves else -1,

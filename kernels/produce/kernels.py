@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from te_dynamo.kernels.produce.sources import made_elements, made_words, store_elements, store_words
+from te_dynamo.kernels.produce.sources import has_second, made_elements, made_words, store_elements, store_words
 from te_dynamo.kernels.quantize.block_kernels import quantize_block_tile
 from te_dynamo.kernels.quantize.mxfp8_kernels import half_rows, quantize_mxfp8_tile
 from te_dynamo.kernels.runtime._triton import tl, triton
@@ -10,11 +10,6 @@ from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.block_words import high_value, low_value, quarter_rows
 from te_dynamo.kernels.tiles.blocks import grouped_tile, widened_again
 from te_dynamo.kernels.tiles.fp8 import rounded
-
-
-def _has_second(k) -> bool:  # type: ignore[no-untyped-def]
-    """Whether a launch writes two tensors."""
-    return bool(k.SOURCE == "gated_backward" and k.HALF == -1)
 
 
 @triton.jit
@@ -125,11 +120,11 @@ def produce_mxfp8_tile(given, sums, first, second, MADE: tl.constexpr, FORM: tl.
     scale_inv="ROWWISE",
     transpose=lambda k: k.COLUMNWISE and not k.TWO_D,
     columnwise_scale_inv="COLUMNWISE",
-    second_y=lambda k: k.KEEP_OUTPUT and _has_second(k),
-    second_data=lambda k: (k.ROWWISE or k.TWO_D) and _has_second(k),
-    second_scale_inv=lambda k: k.ROWWISE and _has_second(k),
-    second_transpose=lambda k: k.COLUMNWISE and not k.TWO_D and _has_second(k),
-    second_columnwise_scale_inv=lambda k: k.COLUMNWISE and _has_second(k),
+    second_y=lambda k: k.KEEP_OUTPUT and has_second(k),
+    second_data=lambda k: (k.ROWWISE or k.TWO_D) and has_second(k),
+    second_scale_inv=lambda k: k.ROWWISE and has_second(k),
+    second_transpose=lambda k: k.COLUMNWISE and not k.TWO_D and has_second(k),
+    second_columnwise_scale_inv=lambda k: k.COLUMNWISE and has_second(k),
 )
 @triton.jit
 def produce_kernel(

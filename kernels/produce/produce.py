@@ -1,9 +1,9 @@
-"""The result of an activation, a gated unit, a norm or a gradient quantized where each block, or each row, has a scale of its own.
+"""The result of an activation, a gated unit, a norm or a gradient quantized where each block, each row, or all of it has a scale.
 
 A block's scale needs no value of another block. So the tile that computes the result quantizes it, and the result itself goes to memory only
 if it is asked for. Equal to the unfused kernel and then te.quantize's, bit for bit (kernels/produce/sources.py). With one scale a tensor
-its amax has to be known first, which takes two launches: kernels/activation and kernels/norm have them. With one scale a row, rows take one
-launch and columns another (kernels/produce/rows.py).
+its amax has to be known first, which takes two launches (kernels/produce/tensor.py). With one scale a row, rows take one launch and columns
+another (kernels/produce/rows.py).
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
 from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.kernels.layouts.sizes import Size, blocks_of, round_up, rows_and_columns
+from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.produce.kernels import produce_kernel
 from te_dynamo.kernels.produce.rows import produce_rows
+from te_dynamo.kernels.produce.tensor import produce_tensor
 from te_dynamo.kernels.quantize.float8_block import block_launches
 from te_dynamo.kernels.quantize.mxfp8 import mxfp8_launches
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.block_words import packs
 
-__all__ = ["FORMS", "Source", "produce"]
-
-FORMS = (BlockForm, MXFP8Form, RowForm)
-"""The forms that are written so."""
+__all__ = ["Source", "produce"]
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -104,12 +103,16 @@ def _begins_at_a_word(x: torch.Tensor) -> bool:
 
 
 def produce(
-    source: Source, form: Form, keep_output: bool, *, sums: bool = False, half: int = -1
+    source: Source, form: Form, keep_output: bool, *, sums: bool = False, half: int = -1, **of_tensor: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """(the result if it is kept, the fp32 sums of its columns if asked for, its buffers): of both gradients of a gated unit one after the other.
 
-    half: 0 or 1 makes them halves of one tensor [.., 2K], dgate this one; -1 does not. K is then a multiple of 128.
+    half: 0 or 1 makes them halves of one tensor [.., 2K], dgate this one; -1 does not. Of blocks K is then a multiple of 128.
+    of_tensor: what `produce_tensor` takes besides, for one scale a tensor.
     """
+    if isinstance(form, TensorForm):
+        return produce_tensor(source, form, keep_output, sums, half, **of_tensor)
+    assert not of_tensor.get("stacked")  # buffers of blocks, or of rows, are stacked by nobody yet
     if isinstance(form, RowForm):
         return produce_rows(source, form, keep_output, sums, half)
     x = source.like

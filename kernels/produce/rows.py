@@ -16,7 +16,7 @@ import torch
 
 from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.kernels.layouts.sizes import rows_and_columns
-from te_dynamo.kernels.produce.sources import made_elements
+from te_dynamo.kernels.produce.sources import has_second, made_elements
 from te_dynamo.kernels.quantize.float8_rowwise import columns_tile
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.launch import launch, multiprocessor_count
@@ -97,9 +97,9 @@ def keep_maxima(maxima, values, column, K, BLOCK_K: tl.constexpr):
 
 @writes(
     y="KEEP_OUTPUT",
-    second_y=lambda k: k.KEEP_OUTPUT and _has_second(k),
+    second_y=lambda k: k.KEEP_OUTPUT and has_second(k),
     **dict.fromkeys(("data", "scale_inv"), "ROWWISE"),
-    **dict.fromkeys(("second_data", "second_scale_inv"), lambda k: k.ROWWISE and _has_second(k)),
+    **dict.fromkeys(("second_data", "second_scale_inv"), lambda k: k.ROWWISE and has_second(k)),
     maxima="COLUMNWISE",
 )
 @triton.jit
@@ -202,11 +202,6 @@ def produce_rows_kernel(
             tl.store(own_second + columns, column_maxima(second_largest, DTYPE), mask=columns < K)
 
 
-def _has_second(k) -> bool:  # type: ignore[no-untyped-def]
-    """Whether a launch writes two tensors."""
-    return bool(k.SOURCE == "gated_backward" and k.HALF == -1)
-
-
 # --- columns --------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +226,7 @@ def scale_of_columns(
 @writes(
     sums="SUMS",
     **dict.fromkeys(("transpose", "columnwise_scale_inv"), "COLUMNWISE"),
-    **dict.fromkeys(("second_transpose", "second_columnwise_scale_inv"), lambda k: k.COLUMNWISE and _has_second(k)),
+    **dict.fromkeys(("second_transpose", "second_columnwise_scale_inv"), lambda k: k.COLUMNWISE and has_second(k)),
 )
 @triton.jit
 def produce_columns_kernel(

@@ -105,7 +105,7 @@ def test_inductors_code_launches_kernels_without_a_dispatcher_call() -> None:
         _, codes = run_and_get_code(step, compiled(build("gelu")), rows(64))
     source = "\n".join(codes)
     assert "torch.ops.te" not in source
-    for kernel in ("gemm_kernel", "norm_cast_kernel", "activation_write_kernel", "quantize_cast_kernel"):
+    for kernel in ("gemm_kernel", "norm_cast_kernel", "produce_write_kernel", "quantize_cast_kernel"):
         assert re.search(rf"{kernel}_\d+\.run\(", source), kernel
 
 

@@ -79,7 +79,7 @@ def test_an_operations_class_becomes_its_parts(gpu: None, opaque: bool) -> None:
     cls = LoweredGELU if opaque else GELU
     graph = graph_of(cls.forward_overload, bf16(2, 8, 64), [], [], cls("tanh"), Call.of([cls("tanh")], [True], True))
     lower(graph)
-    assert launches(graph_text(graph)) == "activation_write_kernel -> y"
+    assert launches(graph_text(graph)) == "produce_write_kernel -> y"
     assert not any(is_te(target) for target in targets(graph))
 
 

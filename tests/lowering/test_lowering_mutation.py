@@ -93,12 +93,10 @@ def test_kernels_write_what_they_say() -> None:
                 read = {dep.name for dep in found.read_writes.reads} & set(said)
                 rest = {"c"} if function.fn.__name__ == "nvfp4_epilogue_kernel" else set()  # it writes a part of c
                 if launched.get("PASS") == "mend":
-                    rest = {"data", "transpose", "gate_data", "gate_transpose", "up_data", "up_transpose"} & set(
-                        launched
-                    )
+                    rest = {"data", "transpose", "second_data", "second_transpose"} & set(launched)
                 assert read | rest == set(updated(function, launched)), (function.fn.__name__, launched)
             compared.add(function.fn.__name__)
-    assert len(compared) >= 30 and {"gated_backward_write_kernel", "gated_backward_rows_kernel"} <= compared
+    assert len(compared) >= 30 and {"produce_write_kernel", "gated_backward_rows_kernel"} <= compared
 
 
 def test_what_a_kernel_says() -> None:

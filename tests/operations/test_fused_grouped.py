@@ -200,6 +200,6 @@ def test_it_is_lowered_to_kernels() -> None:
     )
     assert launches(text) == (
         f"quantize_amax_kernel -> partials\nquantize_cast_kernel -> data, transpose, scale_inv\n{weight}\n"
-        f"gated_write_kernel -> y\nquantize_cast_kernel -> data, scale_inv\n{weight}"
+        f"produce_write_kernel -> y\nquantize_cast_kernel -> data, scale_inv\n{weight}"
     )
     assert not any(is_te(node.target) for node in graph.nodes)

@@ -167,8 +167,8 @@ norm_cast_kernel -> data, transpose, scale_inv
 quantize_amaxes_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c
-activation_amax_kernel -> partials
-activation_write_kernel -> data, transpose, scale_inv
+produce_amax_kernel -> partials
+produce_write_kernel -> data, transpose, scale_inv
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c""",
     )
@@ -178,8 +178,8 @@ gemm_kernel -> c""",
 quantize_amax_kernel -> partials, sums
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c
-activation_backward_sums_kernel -> partials, sums
-activation_write_kernel -> dbias, data, scale_inv
+produce_amax_kernel -> partials, sums
+produce_write_kernel -> dbias, data, scale_inv
 gemm_kernel -> c
 transpose_kernel -> transpose
 gemm_kernel -> c

@@ -157,8 +157,8 @@ quantize_cast_kernel -> data, transpose, scale_inv
 quantize_amax_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_grouped_kernel -> c
-gated_amax_kernel -> partials
-gated_write_kernel -> data, transpose, scale_inv
+produce_amax_kernel -> partials
+produce_write_kernel -> data, transpose, scale_inv
 quantize_amax_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_grouped_kernel -> c""",
@@ -170,7 +170,7 @@ quantize_amax_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_grouped_kernel -> c
 gemm_grouped_kernel -> c
-gated_backward_amax_kernel -> gate_partials
+produce_amax_kernel -> partials
 gated_backward_rows_kernel -> dy, scale_inv
 gemm_grouped_kernel -> c
 transpose_kernel -> transpose

@@ -108,8 +108,8 @@ norm_cast_kernel -> data, transpose, scale_inv
 quantize_amaxes_kernel -> partials
 quantize_stacked_kernel -> data, transpose, scale_inv
 gemm_kernel -> c
-gated_amax_kernel -> partials
-gated_write_kernel -> data, transpose, scale_inv
+produce_amax_kernel -> partials
+produce_write_kernel -> data, transpose, scale_inv
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c""",
     )
@@ -123,7 +123,7 @@ def test_lower_backward(training: Captured) -> None:
 quantize_amax_kernel -> partials
 quantize_cast_kernel -> data, transpose, scale_inv
 gemm_kernel -> c
-gated_backward_amax_kernel -> gate_partials, up_partials
+produce_amax_kernel -> partials, second_partials
 gated_backward_rows_kernel -> dy, scale_inv
 gemm_kernel -> c
 transpose_kernel -> transpose
@@ -142,8 +142,8 @@ norm_cast_kernel -> data, scale_inv
 quantize_amaxes_kernel -> partials
 quantize_stacked_kernel -> data, scale_inv
 gemm_kernel -> c
-gated_amax_kernel -> partials
-gated_write_kernel -> data, scale_inv
+produce_amax_kernel -> partials
+produce_write_kernel -> data, scale_inv
 quantize_few_kernel -> data, scale_inv
 gemm_kernel -> c""",
     )

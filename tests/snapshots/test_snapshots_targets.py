@@ -75,7 +75,7 @@ lower.forward:
   quantize_amaxes_kernel
   quantize_stacked_kernel
   gemm_gated in Gluon
-  gated_write_kernel
+  produce_write_kernel
   quantize_cast_kernel
   gemm in Gluon
 lower.backward:
@@ -131,8 +131,8 @@ lower.forward:
   quantize_amaxes_kernel
   quantize_stacked_kernel
   gemm_kernel: 4096x16384x4096 by 142 programs, slow 128x128x128
-  gated_amax_kernel
-  gated_write_kernel
+  produce_amax_kernel
+  produce_write_kernel
   quantize_cast_kernel
   gemm_kernel: 4096x4096x8192 by 142 programs, slow 128x128x128
 lower.backward:

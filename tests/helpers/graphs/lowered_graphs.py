@@ -196,16 +196,16 @@ CASES: dict[str, Case] = {
         lambda: (bf16(2, 19, 64), bf16(2, 1, 64), bf16(2, 1, 64), 1e-5, True, BOTH, True),
         "norm_rows_kernel -> mean, rstd, partials\nnorm_cast_kernel -> y, data, transpose, scale_inv",
     ),
-    "activation": (te.activation, lambda: (bf16(19, 64), "gelu"), "activation_write_kernel -> y"),
+    "activation": (te.activation, lambda: (bf16(19, 64), "gelu"), "produce_write_kernel -> y"),
     "activation_backward": (
         te.activation_backward,
         lambda: (bf16(19, 64), bf16(19, 64), "silu"),
-        "activation_write_kernel -> y",
+        "produce_write_kernel -> y",
     ),
     "activation_quantize": (
         te.activation_quantize,
         lambda: (bf16(19, 64), "relu", BOTH, True),
-        "activation_amax_kernel -> partials\nactivation_write_kernel -> y, data, transpose, scale_inv",
+        "produce_amax_kernel -> partials\nproduce_write_kernel -> y, data, transpose, scale_inv",
     ),
     "add_rms_norm_quantize": (
         te.add_rms_norm_quantize,
@@ -262,7 +262,7 @@ CASES: dict[str, Case] = {
     "gemm_gated": (
         te.gemm_gated,
         lambda: ([f8(16, 64), f32(1)], ROWS, [f8(256, 64), f32(2)], ROWS, True, 1, "silu"),
-        "gemm_kernel -> c\ngated_amax_kernel -> partials",
+        "gemm_kernel -> c\nproduce_amax_kernel -> partials",
     ),
     "gemm_grouped": (
         te.grouped_gemm,
@@ -394,35 +394,34 @@ CASES: dict[str, Case] = {
     "activation_backward_quantize": (
         te.activation_backward_quantize,
         lambda: (bf16(19, 64), bf16(19, 64), "gelu", BOTH, False, True),
-        "activation_backward_sums_kernel -> partials, sums\nactivation_write_kernel -> dbias, data, transpose, scale_inv",
+        "produce_amax_kernel -> partials, sums\nproduce_write_kernel -> dbias, data, transpose, scale_inv",
     ),
-    "gated": (te.gated, lambda: (bf16(19, 64), bf16(19, 64), "gelu"), "gated_write_kernel -> y"),
+    "gated": (te.gated, lambda: (bf16(19, 64), bf16(19, 64), "gelu"), "produce_write_kernel -> y"),
     "gated_quantize": (
         te.gated_quantize,
         lambda: (bf16(19, 64), bf16(19, 64), "gelu", BOTH, False),
-        "gated_amax_kernel -> partials\ngated_write_kernel -> data, transpose, scale_inv",
+        "produce_amax_kernel -> partials\nproduce_write_kernel -> data, transpose, scale_inv",
     ),
     "gated_quantize with amax": (
         te.gated_quantize,
         lambda: (bf16(19, 64), bf16(19, 64), "gelu", BOTH, False, f32(512)),
-        "gated_write_kernel -> data, transpose, scale_inv",
+        "produce_write_kernel -> data, transpose, scale_inv",
     ),
     "gated_backward": (
         te.gated_backward,
         lambda: (bf16(19, 64), bf16(19, 64), bf16(19, 64), "gelu"),
-        "gated_backward_write_kernel -> dgate, dup",
+        "produce_write_kernel -> y, second_y",
     ),
     "gated_backward_quantize": (
         te.gated_backward_quantize,
         lambda: (bf16(19, 64), bf16(19, 64), bf16(19, 64), "gelu", ROWS, False),
-        "gated_backward_amax_kernel -> gate_partials, up_partials\n"
-        "gated_backward_write_kernel -> gate_data, gate_scale_inv, up_data, up_scale_inv",
+        "produce_amax_kernel -> partials, second_partials\n"
+        "produce_write_kernel -> data, scale_inv, second_data, second_scale_inv",
     ),
     "gated_backward_quantize_halves": (
         te.gated_backward_quantize_halves,
         lambda: (bf16(19, 64), bf16(19, 64), bf16(19, 64), "gelu", BOTH, True, True),
-        "gated_backward_amax_kernel -> gate_partials\n"
-        "gated_backward_write_kernel -> dgate, gate_data, gate_transpose, gate_scale_inv",
+        "produce_amax_kernel -> partials\nproduce_write_kernel -> y, data, transpose, scale_inv",
     ),
     "transpose": (te.transpose, lambda: (f8(19, 64),), "transpose_kernel -> transpose"),
     "quantize_rowwise": (
@@ -516,11 +515,11 @@ CASES: dict[str, Case] = {
     "bias_grad": (te.bias_grad, lambda: (bf16(19, 64),), ""),
     "amax": (te.amax, lambda: (bf16(19, 64),), ""),
     # These are expanded before autograd ends; one that slipped through must still become kernels.
-    "gelu": (te.gelu, lambda: (bf16(19, 64), "none"), "activation_write_kernel -> y"),
-    "quick_gelu": (te.quick_gelu, lambda: (bf16(19, 64),), "activation_write_kernel -> y"),
-    "silu": (te.silu, lambda: (bf16(19, 64),), "activation_write_kernel -> y"),
-    "relu": (te.relu, lambda: (bf16(19, 64),), "activation_write_kernel -> y"),
-    "relu2": (te.relu2, lambda: (bf16(19, 64),), "activation_write_kernel -> y"),
+    "gelu": (te.gelu, lambda: (bf16(19, 64), "none"), "produce_write_kernel -> y"),
+    "quick_gelu": (te.quick_gelu, lambda: (bf16(19, 64),), "produce_write_kernel -> y"),
+    "silu": (te.silu, lambda: (bf16(19, 64),), "produce_write_kernel -> y"),
+    "relu": (te.relu, lambda: (bf16(19, 64),), "produce_write_kernel -> y"),
+    "relu2": (te.relu2, lambda: (bf16(19, 64),), "produce_write_kernel -> y"),
     "linear": (
         te.linear,
         lambda: (bf16(2, 8, 64), bf16(32, 64), bf16(32), LINEAR),

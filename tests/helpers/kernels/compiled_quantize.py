@@ -16,11 +16,11 @@ from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS
 
 TARGET = GPUTarget("cuda", 90, 32)
 
-POINTERS = {f"{name}partials" for name in ("", "gate_", "up_")} | {"sums", "dbias", "mean", "rstd"}
+POINTERS = {f"{name}partials" for name in ("", "second_")} | {"sums", "dbias", "mean", "rstd"}
 
-FP8 = {"data", "transpose", "gate_data", "gate_transpose", "up_data", "up_transpose"}
+FP8 = {f"{name}{codes}" for name in ("", "second_") for codes in ("data", "transpose")}
 
-SIZES = {"G", "M", "K", "SIZE", "gate_stride", "up_stride", "weight_stride", "bias_stride", "rows_of_sample"}
+SIZES = {"G", "M", "K", "SIZE", "a_stride", "b_stride", "c_stride", "weight_stride", "bias_stride", "rows_of_sample"}
 SIZES |= {"other", *(f"SIZE_{i}" for i in range(MOST_TENSORS))}
 SIZES |= {f"{name}_{i}" for name in ("SIDE", "COUNT") for i in range(MOST_SEGMENTS)}
 POINTERS |= {f"partials{i}" for i in range(MOST_SEGMENTS)}
@@ -28,6 +28,14 @@ POINTERS |= {f"partials{i}" for i in range(MOST_SEGMENTS)}
 
 NOT_BY_ROWS = {"BY_COLUMNS": False, "ROWWISE": False, "FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
 """Of the kernel of a norm's rows, where it quantizes with one scale a tensor, or not at all."""
+
+
+def source(name: str, kind: str, dtype: str = "bf16") -> dict[str, Any]:
+    """The constants of kernels/produce/tensor.py for one SOURCE; None is what it has not."""
+    strided = {"gated": "ab", "gated_backward": "bc"}.get(name, "")
+    count = 1 + (name != "activation") + (name == "gated_backward")
+    absent = [*"abc"[count:], *(f"{x}_stride" for x in "abc" if x not in strided)]
+    return {**dict.fromkeys(absent), "SOURCE": name, "KIND": kind, "ROUNDED_TO": dtype}
 
 
 def compile_kernel(

@@ -25,9 +25,10 @@ from helpers.kernels.kernel_cases import (
     run_poisoned,
 )
 
-from te_dynamo.kernels.activation import gated, gated_in_place, gated_kernels
+from te_dynamo.kernels.activation import gated, gated_in_place
 from te_dynamo.kernels.activation import gated_halves as kernels
 from te_dynamo.kernels.layouts.tensor import TensorForm
+from te_dynamo.kernels.produce import tensor, tensor_kernels
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.tiles import activations as activation_functions
 from te_dynamo.kernels.tiles import fp8
@@ -170,10 +171,10 @@ def words(c0, c1, c2, c3):
 def without_assembly() -> None:
     """What the interpreter cannot run, in Triton's own functions, the same for all kernels."""
     activation_functions._approximate, activation_functions.mul_rn = approximate, product
-    gated_kernels.rounded = gated_in_place.rounded = to_dtype
-    quarters.widened, quarters.column_words, gated_kernels.quarter_codes = to_fp32, words, codes
+    tensor_kernels.rounded = gated_in_place.rounded = to_dtype
+    quarters.widened, quarters.column_words, tensor_kernels.quarter_codes = to_fp32, words, codes
     fp8.multiprocessor_count = gated_in_place.multiprocessor_count = lambda device: 1
-    kernels.PARTIALS = gated.PARTIALS = quantize.PARTIALS = gated_in_place.PARTIALS = 4
+    tensor.PARTIALS = quantize.PARTIALS = gated_in_place.PARTIALS = 4
 
 
 def main() -> None:

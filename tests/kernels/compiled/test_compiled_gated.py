@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from helpers.kernels.compiled_quantize import source
 
-from te_dynamo.kernels.activation import gated, gated_in_place, gated_kernels
+from te_dynamo.kernels.activation import gated, gated_in_place
+from te_dynamo.kernels.produce import tensor, tensor_kernels
 from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 
-INTEGERS = {"M", "K", "gate_stride", "up_stride"}
+INTEGERS = {"M", "K", "a_stride", "b_stride", "c_stride", "gate_stride", "up_stride"}
 ALIGNED = INTEGERS - {"M"}
-CODES = {f"{name}{part}" for name in ("", "gate_", "up_") for part in ("data", "transpose")}
-FP32 = {"partials", "gate_partials", "up_partials", "scale_inv", "gate_scale_inv", "up_scale_inv"}
+CODES = {f"{name}{part}" for name in ("", "second_") for part in ("data", "transpose")}
+FP32 = {"partials", "second_partials", "gate_partials", "up_partials", "scale_inv", "second_scale_inv"}
 CAST = {"FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False, "PARTIALS": PARTIALS}
 COLUMNS = 14336
 
@@ -25,32 +27,36 @@ def tiled(kernel: Any, tile: Tile, **constants: Any) -> Case:
     return kernel, {**constants, "BLOCK_M": tile[0], "BLOCK_K": tile[1]}, tile[2]
 
 
-def cases(columnwise: bool) -> Iterator[Case]:
+def cases(columnwise: bool, kind: str) -> Iterator[Case]:
     """Each kernel as training launches it, and with what it may write besides."""
     for which in ("known", "guess", "mend"):
-        yield from casts(columnwise, which)
+        yield from casts(columnwise, which, kind)
     if columnwise:
         return
-    yield tiled(gated_kernels.gated_amax_kernel, amax_tile(COLUMNS))
-    for together in (False, True):
-        yield tiled(gated_kernels.gated_backward_amax_kernel, amax_tile(COLUMNS), ONE_AMAX=together)
+    for name, together in (("gated", False), ("gated_backward", False), ("gated_backward", True)):
+        flags = {**source(name, kind), "TOGETHER": together, "PARTS": 0}
+        yield tiled(tensor_kernels.produce_amax_kernel, amax_tile(COLUMNS), **flags)
     block, warps = gated_in_place.row_block(COLUMNS)
-    row = {"E5M2": False, "QUARTER": COLUMNS // 4, "BLOCK_K": block, **CAST}
+    row = {"KIND": kind, "E5M2": False, "QUARTER": COLUMNS // 4, "BLOCK_K": block, **CAST}
     for half in (-1, 1):
         yield gated_in_place.gated_backward_rows_kernel, {**row, "GATE_HALF": half}, warps
 
 
-def casts(columnwise: bool, which: str) -> Iterator[Case]:
+def casts(columnwise: bool, which: str, kind: str) -> Iterator[Case]:
     """Those that write codes, in that pass."""
     usage = {"KEEP_OUTPUT": which != "mend", "ROWWISE": True, "COLUMNWISE": columnwise, "PASS": which, **CAST}
     if which != "known":
         usage |= {"POWER_OF_TWO": True, "PARTIALS": 2048}
-    tiles = gated.FORWARD_TILE, gated.BACKWARD_TILE
-    forward, backward = (gated.write_tile(8192, COLUMNS, columnwise, True, tile) for tile in tiles)
-    yield tiled(gated_kernels.gated_write_kernel, forward, EARLY=False, **usage)
-    for stacked, half in ((False, -1), (True, -1), (False, 1)):
-        flags = {"STACKED": stacked, "GATE_HALF": half}
-        yield tiled(gated_kernels.gated_backward_write_kernel, backward, **flags, **usage)
+    shapes = (
+        ("gated", False, -1),
+        ("gated_backward", False, -1),
+        ("gated_backward", True, -1),
+        ("gated_backward", False, 1),
+    )
+    for name, stacked, half in shapes:
+        tile = tensor.write_tile(name, 2, (8192, COLUMNS), columnwise, True, which != "known")
+        flags = {**source(name, kind), "PARTS": 0, "EARLY": False, "STACKED": stacked, "HALF": half}
+        yield tiled(tensor_kernels.produce_write_kernel, tile, **flags, **usage)
 
 
 def type_of(argument: str) -> str:
@@ -66,8 +72,7 @@ def type_of(argument: str) -> str:
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("kind", gated.KINDS)
 def test_no_kind_spills(kind: str, columnwise: bool, capability: int) -> None:
-    for kernel, constants, warps in cases(columnwise):
-        constants["KIND"] = kind
+    for kernel, constants, warps in cases(columnwise, kind):
         arguments = {name: type_of(name) for name in kernel.arg_names if name not in constants}
         aligned = [name for name, kind in arguments.items() if kind.startswith("*") or name in ALIGNED]
         report = compile_for(kernel, arguments, constants, aligned=aligned, capability=capability, num_warps=warps)

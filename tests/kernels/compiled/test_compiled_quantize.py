@@ -16,6 +16,7 @@ from helpers.kernels.compiled_quantize import (
     assert_no_spills,
     compile_kernel,
     reduction_layouts,
+    source,
 )
 from helpers.slow import slow_but
 from torch._dynamo.source import ConstantSource
@@ -25,10 +26,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.backends.compiler import GPUTarget
 
-from te_dynamo.kernels.activation import activation, gated, gated_halves, gated_kernels
+from te_dynamo.kernels.activation import activation, gated, gated_halves
 from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm import kernels as norm_kernels
 from te_dynamo.kernels.norm import norm
+from te_dynamo.kernels.produce import tensor, tensor_kernels
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize import current_kernels
 from te_dynamo.lowering.inductor.install import install
@@ -36,7 +38,7 @@ from te_dynamo.torch_private.private import compiling_ours
 
 E4M3 = torch.float8_e4m3fn
 FORM = TensorForm(E4M3, True, True)
-POINTERS |= {f"{name}scale_inv" for name in ("", "gate_", "up_")}  # fp32 whatever the model's dtype
+POINTERS |= {f"{name}scale_inv" for name in ("", "second_")}  # fp32 whatever the model's dtype
 
 
 # --- compilation --------------------------------------------------------------------------------------------
@@ -50,6 +52,12 @@ GATES = ("silu", "gelu", "identity")
 """The kind that is used most and the one that takes the most registers; test_compiled_gated.py compiles every kind."""
 
 
+SOURCES = [
+    *itertools.product(("activation", "activation_backward"), activation.KINDS),
+    *itertools.product(("gated", "gated_backward"), GATES),
+]
+
+
 def tiled(tile: quantize.Tile, **constants: Any) -> tuple[dict[str, Any], int]:
     return {**constants, "BLOCK_M": tile[0], "BLOCK_K": tile[1]}, tile[2]
 
@@ -58,39 +66,28 @@ def amax_cases():
     for group in (0, quantize.GROUP_PARTIALS):
         yield current_kernels.quantize_amax_kernel, *tiled(quantize.amax_tile(4096), GROUP=group, PARTS=0)
     yield current_kernels.quantize_amaxes_kernel, {"BLOCK": 4096}, 8
-    for kind in activation.KINDS:
-        for backward in (False, True):
-            tile = quantize.amax_tile(4096)
-            yield activation.activation_amax_kernel, *tiled(tile, KIND=kind, BACKWARD=backward)
-        *tile, parts = quantize.stripes(4096)
-        yield activation.activation_backward_sums_kernel, *tiled((*tile, 8), KIND=kind, PARTS=parts)
-    for kind in GATES:
-        yield gated_kernels.gated_amax_kernel, *tiled(quantize.amax_tile(4096), KIND=kind)
-        for one in (False, True):
-            yield gated_kernels.gated_backward_amax_kernel, *tiled(quantize.amax_tile(4096), KIND=kind, ONE_AMAX=one)
+    for name, kind in SOURCES:
+        for together in (False, True)[: 1 + (name == "gated_backward")]:
+            flags = {**source(name, kind), "TOGETHER": together, "PARTS": 0}
+            yield tensor_kernels.produce_amax_kernel, *tiled(quantize.amax_tile(4096), **flags)
+        if name == "activation_backward":
+            *tile, parts = quantize.stripes(4096)
+            yield tensor_kernels.produce_amax_kernel, *tiled((*tile, 8), **flags | {"PARTS": parts})
 
 
 def cast_cases(rows: int, columnwise: bool = True, dtype: str = "bf16"):
     norms = {**BOTH, "COLUMNWISE": columnwise, "PARTIALS": 1024}
     partials = {**norms, "PARTIALS": quantize.PARTIALS, "PASS": "known"}
     one = quantize.cast_tile(rows, 4096, columnwise)
-    of_activation = [
-        quantize.cast_tile(rows, 4096, columnwise, activation.write_tile(backward, 4 if dtype == "fp32" else 2))
-        for backward in (False, True)
-    ]
-    forward = gated.write_tile(rows, 4096, columnwise, True, gated.FORWARD_TILE)
-    backward_tile = quantize.cast_tile(rows, 4096, columnwise, gated.BACKWARD_TILE)
     for groups in ({"GROUPED": False, "G": 1}, {"GROUPED": True, "PARTIALS": quantize.GROUP_PARTIALS}):
         yield current_kernels.quantize_cast_kernel, *tiled(one, EARLY=False, **partials | groups)
-    for kind in activation.KINDS:
-        for backward in (False, True):
-            flags = {"KIND": kind, "BACKWARD": backward, "KEEP_OUTPUT": True, "PARTS": 32 if backward else 0}
-            yield activation.activation_write_kernel, *tiled(of_activation[backward], **flags, **partials)
-    for kind in GATES:
-        yield gated_kernels.gated_write_kernel, *tiled(forward, KIND=kind, KEEP_OUTPUT=True, EARLY=False, **partials)
-        for stacked, half in ((False, -1), (True, -1), (False, 0), (False, 1)):
-            flags = {"KIND": kind, "KEEP_OUTPUT": True, "STACKED": stacked, "GATE_HALF": half}
-            yield gated_kernels.gated_backward_write_kernel, *tiled(backward_tile, **flags, **partials)
+    for name, kind in SOURCES:
+        itemsize, both = 4 if dtype == "fp32" else 2, name == "gated_backward"
+        tile = tensor.write_tile(name, itemsize, (rows, 4096), columnwise, name == "gated", False)
+        for stacked, half in ((False, -1), (True, -1), (False, 0), (False, 1))[: 4 if both else 1]:
+            flags = {"KEEP_OUTPUT": True, "EARLY": False, "STACKED": stacked, "HALF": half}
+            flags |= {**source(name, kind, dtype), "PARTS": 32 if name == "activation_backward" else 0}
+            yield tensor_kernels.produce_write_kernel, *tiled(tile, **flags, **partials)
     # Under autocast fp32 is rounded to bf16, and the residual stream may read it in fp32.
     for layer, to in itertools.product((False, True), ("fp32", "bf16") if dtype == "fp32" else (dtype,)):
         flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
@@ -105,8 +102,8 @@ def name_of(value: Any) -> str | None:
         return value.fn.__name__.removesuffix("_kernel")
     if isinstance(value, dict):
         flags = [
+            value.get("SOURCE", ""),
             value.get("KIND", ""),
-            "backward" if value.get("BACKWARD") else "",
             "layer" if value.get("LAYER") else "",
             "groups" if value.get("GROUP") or value.get("GROUPED") else "",
         ]
@@ -151,8 +148,8 @@ def one_pass_cases():
             kept = {"KEEP_OUTPUT": False} if "KEEP_OUTPUT" in constants else {}
             sums = {"PARTS": 0} if "PARTS" in constants else {}
             guess = {**constants, **sums, "PASS": "guess", "POWER_OF_TWO": True, "PARTIALS": 2048}
-            if constants.get("BACKWARD") is False:
-                guess["BLOCK_M"] = activation.write_tile(False, 2, keeps_and_guesses=True)[0]
+            if constants.get("SOURCE") == "activation":
+                guess["BLOCK_M"], _, _ = tensor.write_tile("activation", 2, (8192, 4096), True, True, True)
             yield kernel, guess, warps
             yield kernel, {**guess, **kept, "PASS": "mend"}, warps
 
@@ -265,23 +262,14 @@ LAUNCHERS = {
         lambda dy, gate, up: gated.gated_backward_quantize(dy, gate, up, "gelu", FORM, True),
         [(8, 128)] * 3,
         [
-            ["gate_partials", "up_partials"],
-            [
-                "dgate",
-                "dup",
-                "gate_data",
-                "gate_transpose",
-                "gate_scale_inv",
-                "up_data",
-                "up_transpose",
-                "up_scale_inv",
-            ],
+            ["partials", "second_partials"],
+            [f"{which}{name}" for which in ("", "second_") for name in ("y", "data", "transpose", "scale_inv")],
         ],
     ),
     "gated_backward_quantize_halves": (
         lambda dy, h: gated_halves.gated_backward_quantize_halves(dy, *h.chunk(2, -1), "gelu", FORM, False, False),
         [(8, 128), (8, 256)],
-        [["gate_partials"], ["gate_data", "gate_transpose", "gate_scale_inv"]],
+        [["partials"], ["data", "transpose", "scale_inv"]],
     ),
 }
 

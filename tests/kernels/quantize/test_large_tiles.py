@@ -12,6 +12,7 @@ from helpers.kernels.kernel_cases import DTYPES, assert_same_bits, gpu, make_inp
 from te_dynamo.kernels.activation import activation, gated
 from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm import kernels, norm
+from te_dynamo.kernels.produce.tensor import LARGE_TILES
 from te_dynamo.kernels.quantize import current as quantize
 
 pytestmark = [gpu, needs_cuda]
@@ -51,9 +52,9 @@ def test_norms(shape: tuple[int, int], dtype: torch.dtype) -> None:
 def test_activations(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, dy = tensors(2, shape, dtype)
     y, dx = activation.activation(x, kind), activation.activation_backward(dy, x, kind)
-    fused = activation.activation_quantize(x, kind, BOTH, True, activation.FORWARD_TILE)
+    fused = activation.activation_quantize(x, kind, BOTH, True, LARGE_TILES["activation"])
     assert_same_bits(fused, [y, *quantize.quantize_reference(y, BOTH)])
-    fused = activation.activation_backward_quantize(dy, x, kind, BOTH, True, False, activation.BACKWARD_TILE)
+    fused = activation.activation_backward_quantize(dy, x, kind, BOTH, True, False, LARGE_TILES["activation_backward"])
     assert_same_bits(fused, [dx, *quantize.quantize_reference(dx, BOTH)])
 
 
@@ -61,8 +62,8 @@ def test_activations(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> N
 def test_swiglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate, up, dy = tensors(3, shape, dtype)
     y, (dgate, dup) = gated.gated(gate, up, "silu"), gated.gated_backward(dy, gate, up, "silu")
-    fused = gated.gated_quantize(gate, up, "silu", BOTH, True, tile=gated.FORWARD_TILE)
+    fused = gated.gated_quantize(gate, up, "silu", BOTH, True, tile=LARGE_TILES["gated"])
     assert_same_bits(fused, [y, *quantize.quantize_reference(y, BOTH)])
-    fused = gated.gated_backward_quantize(dy, gate, up, "silu", BOTH, True, False, gated.BACKWARD_TILE)
+    fused = gated.gated_backward_quantize(dy, gate, up, "silu", BOTH, True, False, LARGE_TILES["gated_backward"])
     expected = [*quantize.quantize_reference(dgate, BOTH), *quantize.quantize_reference(dup, BOTH)]
     assert_same_bits(fused, [dgate, dup, *expected])

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from te_dynamo.kernels.activation import activation, gated, gated_halves
 from te_dynamo.kernels.layouts.tensor import TensorForm
+from te_dynamo.kernels.produce import tensor
 from te_dynamo.kernels.quantize import current
 
 Function = Callable[[torch.Tensor | None], list[torch.Tensor]]
@@ -112,7 +113,7 @@ def main(name: str, examples: str) -> None:
 
     interpreted.install()
     np.seterr(all="ignore")
-    for module in (current, activation, gated):
+    for module in (current, tensor):
         module.PARTIALS = 8  # programs of a launch that finds amaxes, most of them without a tile here
     check_any_hint(name, "cpu", int(examples))
 

@@ -4,14 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.kernels.compiled_quantize import source
 from helpers.slow import slow_but
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import te_dynamo
-from te_dynamo.kernels.activation import gated, gated_kernels
+from te_dynamo.kernels.activation import gated
 from te_dynamo.kernels.gemm import decode as gemm_decode
 from te_dynamo.kernels.gemm import product as gemm
+from te_dynamo.kernels.produce import tensor_kernels
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.runtime._triton import INSTALLED
 from te_dynamo.kernels.runtime.compiled_code import compile_for
@@ -28,6 +30,10 @@ CAST = QUANTIZED | {
     "BLOCK_K": 1024,
 }
 TILE = {"EVEN": True, "STAGES": 3, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128}
+WRITTEN = {
+    **dict(a=BF16, b=BF16, partials=F32, data=F8, scale_inv=F32),
+    **dict(M="i32", K="i32", a_stride="i32", b_stride="i32"),
+}
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "gemm_decode": (
         gemm_decode.gemm_decode_kernel,
@@ -65,12 +71,14 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {**QUANTIZED, "BLOCK": 4096},
     ),
     "gated_write": (
-        gated_kernels.gated_write_kernel,
-        dict(
-            **dict(gate=BF16, up=BF16, hint=I64, partials=F32, y=BF16, data=F8, transpose=F8, scale_inv=F32),
-            **dict(gate_stride="i32", up_stride="i32", M="i32", K="i32"),
-        ),
-        {**CAST, "KIND": "silu", "KEEP_OUTPUT": False},
+        tensor_kernels.produce_write_kernel,
+        WRITTEN,
+        {
+            **dict.fromkeys(name for name in tensor_kernels.produce_write_kernel.arg_names if name not in WRITTEN),
+            **CAST,
+            **source("gated", "silu"),
+            **{"KEEP_OUTPUT": False, "PARTS": 0, "STACKED": False, "HALF": -1},
+        },
     ),
 }
 

@@ -138,7 +138,7 @@ def test_low_memory_writes_into_dys_memory() -> None:
         text = graph_text(graphs.graph("lower.backward"))
     lines = launches(text).splitlines()
     assert lines[-5:] == [
-        "gated_backward_amax_kernel -> gate_partials",
+        "produce_amax_kernel -> partials",
         "gated_backward_rows_kernel -> dy, scale_inv",
         "gemm_kernel -> c",
         "transpose_kernel -> transpose",

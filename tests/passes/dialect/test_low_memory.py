@@ -90,7 +90,7 @@ def test_every_bit_is_the_same(model: type[nn.Module], shape: tuple[int, ...], c
 def test_what_the_caller_owns_is_not_written() -> None:
     graph = lowered_backward(Gated, 32, 64, low_memory=True)
     lines = launches(graph_text(graph)).splitlines()
-    assert "gated_backward_write_kernel -> gate_data, gate_scale_inv" in lines
+    assert "produce_write_kernel -> data, scale_inv" in lines
     assert "transpose_kernel -> transpose" in lines
 
 
