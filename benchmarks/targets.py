@@ -270,13 +270,14 @@ def _grouped_block_gemms(target: Target) -> Iterator[tuple[str, Launch, int]]:
 
 def _grouped_mxfp8() -> Iterator[tuple[str, Launch]]:
     offs, padded = i32(GROUPS), padded_rows(M, GROUPS)
-    rows, weights = (f8(M, K), u8(M, K // 32)), (f8(GROUPS * N, K), u8(GROUPS * N, K // 32))
-    for name, weight, turned in (
-        ("fprop", weights, False),
-        ("dgrad", (f8(GROUPS * K, N), u8(GROUPS * K // 32, N)), True),
-        ("dgrad 128", (f8(N, GROUPS * K), u8(N, GROUPS * K // 32)), False),
+    uneven = K - 32
+    for name, k, weight, turned in (
+        ("fprop", K, (f8(GROUPS * N, K), u8(GROUPS * N, K // 32)), False),
+        ("dgrad", K, (f8(GROUPS * K, N), u8(GROUPS * K // 32, N)), True),
+        ("dgrad, uneven", uneven, (f8(GROUPS * uneven, N), u8(GROUPS * uneven // 32, N)), True),
+        ("dgrad 128", K, (f8(N, GROUPS * K), u8(N, GROUPS * K // 32)), False),
     ):
-        sides = Operand(*rows, "1x32"), Operand(*weight, "1x32", turned)
+        sides = Operand(f8(M, k), u8(M, K // 32), "1x32"), Operand(*weight, "1x32", turned)
         request = Request(*sides, BF16, groups="rows", offs=offs, deep=name != "fprop")
         yield f"grouped MXFP8, {name}", functools.partial(multiply_groups, request)
     for name, columns in (

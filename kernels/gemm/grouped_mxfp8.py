@@ -7,7 +7,7 @@ Group g is offs[g - 1] <= m < offs[g], as in grouped_product.py. Operands and sc
 
     A of rows        [M, K], rowwise
     B of rows        [G N, K] rowwise, or if b_columnwise [G K, N] columnwise: a weight [G, N, K], or [G, K, N], of which each expert
-                     begins with a block. The last 128 of an expert's K may reach into the next one's, times A's zeros
+                     begins with a block. What the last 128 of an expert's K have of the next one is read as zeros
     A, B of columns  [P, N], [P, K], columnwise: tokens in the padded order of kernels/tiles/groups.py
 
 One kernel for every GPU: where tensor cores apply no scales of blocks, Triton makes bf16 of both operands, which holds all their values.
@@ -39,6 +39,7 @@ def multiply_groups(r: Request) -> torch.Tensor:
         (gemm_multiprocessors(c.device),),
         *(r.a.codes, r.a.scale_inv, r.b.codes, r.b.scale_inv, r.offs, c, *r.mnk, r.count),
         **{"COLUMNS": r.groups == "columns", "A_TURNED": r.a.turned, "B_TURNED": r.b.turned, "B_DEEP": r.deep},
+        **{"TAIL": r.deep and r.groups == "rows" and r.mnk[2] % 128 != 0},
         **{"GROUPS": triton.next_power_of_2(r.count), **tile(target_of(c.device))},
     )
     return c
@@ -72,12 +73,16 @@ def gemm_grouped_mxfp8_kernel(
     A_TURNED: tl.constexpr,
     B_TURNED: tl.constexpr,
     B_DEEP: tl.constexpr,
+    TAIL: tl.constexpr,
     GROUPS: tl.constexpr,  # G rounded up to a power of two
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """C [M, N] of groups of rows, as `multiply_rows`; with COLUMNS C [G, M, N] of groups of K, which is in the padded order."""
+    """C [M, N] of groups of rows, as `multiply_rows`; with COLUMNS C [G, M, N] of groups of K, which is in the padded order.
+
+    TAIL: whether an expert of a B_DEEP operand ends within a tile. A has zeros there, and NaN times zero is NaN.
+    """
     A_FORMAT: tl.constexpr = "e4m3" if a.dtype.element_ty == tl.float8e4nv else "e5m2"
     B_FORMAT: tl.constexpr = "e4m3" if b.dtype.element_ty == tl.float8e4nv else "e5m2"
     tl.assume(K > 0)
@@ -117,9 +122,12 @@ def gemm_grouped_mxfp8_kernel(
             k = block * 128
             x = load_operand(a_desc, row, k, A_TURNED)
             y = load_operand(b_desc, b_row, b_ahead + k, B_TURNED)
+            if TAIL:
+                bits = tl.where(k + tl.arange(0, 128)[None, :] < K, y.to(tl.uint8, bitcast=True), 0)
+                y = bits.to(b.dtype.element_ty, bitcast=True)
             x_scale = load_codes(a_scale_inv, row, k // 32, M, K, a_stride, A_TURNED, BLOCK_M)
             y_scale = load_codes(
-                b_scale_inv, b_row, (b_ahead + k) // 32, side_of_b, depth_of_b, b_stride, B_TURNED, BLOCK_N
+                b_scale_inv, b_row, (b_ahead + k) // 32, side_of_b, b_ahead + K, b_stride, B_TURNED, BLOCK_N
             )
             total = tl.dot_scaled(x, x_scale, A_FORMAT, y.T, y_scale, B_FORMAT, total)
         # Left and right half one after the other: the addresses of a whole tile do not fit in registers beside it.

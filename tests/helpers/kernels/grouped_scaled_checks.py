@@ -85,7 +85,15 @@ def check_mxfp8(x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, offs: t
                 request = mxfp8_rows_request(*operands, by_columns)
             else:
                 request = block_rows_request(*operands, False, by_columns)
-            assert_near(multiply_groups(request), reference(request))
+            got = multiply_groups(request)
+            assert_near(got, reference(request))
+            if (
+                by_columns and block == 32
+            ):  # the last tile of an expert has rows of the next one, which must not reach it
+                column.view(torch.uint8)[-n:] = 0x7F
+                column_scales.view(torch.uint8)[(len(column) - n) // 32 :] = 0xFF
+                start = int(offs[-2])
+                assert torch.equal(multiply_groups(request)[:start], got[:start])
         operands = [t for rows in (dy, x) for t in mxfp8_columns_reference(rows, offs, block)]
         columns = mxfp8_columns_request if block == 32 else block_columns_request
         request = columns(*operands, offs, torch.float32)
