@@ -68,6 +68,11 @@ class Source:
         """Whether there are two results: both gradients of a gated unit."""
         return self.name == "gated_backward"
 
+    @property
+    def rounded_to(self) -> str:
+        """ROUNDED_TO of the kernels."""
+        return NAMES[self.dtype or self.like.dtype]
+
     def packed(self) -> bool:
         """Whether it is read, and made, as words of two."""
         if self.norm:
@@ -91,7 +96,7 @@ class Source:
         return {
             **{"a": a, "b": b, "c": c, "mean": mean, "rstd": rstd},
             **{"a_stride": strides[0], "b_stride": strides[1], "c_stride": strides[2]},
-            **{"SOURCE": self.name, "KIND": self.kind, "ROUNDED_TO": NAMES[self.dtype or self.like.dtype]},
+            **{"SOURCE": self.name, "KIND": self.kind, "ROUNDED_TO": self.rounded_to},
             "rows_of_sample": self.norm.get("rows_of_sample", 0),
             **{name: self.norm.get(name, value) for name, value in _NO_NORM.items()},
         }

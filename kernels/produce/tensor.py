@@ -123,7 +123,7 @@ def _write(source: Source, tile: Tile, kept: list[torch.Tensor], given: dict[str
     launch(
         produce_write_kernel,
         (_programs(source, tile),),
-        **_arguments(source, produce_write_kernel),
+        **_arguments(source),
         **_NOTHING | dict(zip(("y", "second_y"), kept, strict=False)) | given,
         KEEP_OUTPUT=bool(kept),
         BLOCK_M=block_m,
@@ -151,7 +151,7 @@ def partial_amaxes(
     launch(
         produce_amax_kernel,
         (PARTIALS,),
-        **_arguments(source, produce_amax_kernel),
+        **_arguments(source),
         partials=found[0],
         second_partials=found[1] if count == 2 else None,
         sums=summed,
@@ -164,14 +164,25 @@ def partial_amaxes(
     return found, summed
 
 
-def _arguments(source: Source, kernel: Any) -> dict[str, Any]:
-    """The source's, of those that a kernel has. None stands for an input that there is not, and for the stride of one that is contiguous
-    whatever is given: it is no argument of the compiled kernel."""
+def _arguments(source: Source) -> dict[str, Any]:
+    """The source's, of both kernels. None stands for an input that there is not, and for the stride of one that is contiguous whatever is
+    given: it is no argument of the compiled kernel."""
     rows, columns = rows_and_columns(source.like.shape)
-    count = len(source.inputs)
-    given = {**source.arguments(), "M": rows, "K": columns}
-    for i, name in enumerate("abc"):
-        strided = "gated" in source.name and count - 2 <= i < count  # gate and up
-        given[name] = source.inputs[i] if i < count else None
-        given[f"{name}_stride"] = source.strides[i] if strided else None
-    return {name: value for name, value in given.items() if name in kernel.arg_names}
+    a, b, c = (*source.inputs, None, None)[:3]
+    strides: tuple[Size | None, ...] = ()
+    if "gated" in source.name:
+        strides = (None, *source.strides[1:]) if source.is_pair else tuple(source.strides)
+    a_stride, b_stride, c_stride = (*strides, None, None, None)[:3]
+    return {
+        "a": a,
+        "b": b,
+        "c": c,
+        "M": rows,
+        "K": columns,
+        "a_stride": a_stride,
+        "b_stride": b_stride,
+        "c_stride": c_stride,
+        "SOURCE": source.name,
+        "KIND": source.kind,
+        "ROUNDED_TO": source.rounded_to,
+    }

@@ -267,15 +267,17 @@ def produce_write_kernel(
     MADE: tl.constexpr = (HOW, DTYPE, KEEP_OUTPUT, PASS, BLOCK_M, BLOCK_K)
     kept_width = K if HALF == -1 else 2 * K
     width = 2 * K if STACKED else kept_width
-    if STACKED or HALF != -1:
+    behind = tl.cast(K, tl.int64) * ((M + 15) // 16 * 16)  # where the second half of a transpose begins
+    if COLUMNWISE and HALF != -1:  # in the order of the code that was measured
+        transpose, second_transpose = halves_of(transpose, behind, HALF)
+    if KEEP_OUTPUT and HALF != -1:
+        y, second_y = halves_of(y, K, HALF)
+    if ROWWISE and (STACKED or HALF != -1):
+        data, second_data = halves_of(data, K, HALF)
+    if STACKED:
+        second_scale_inv = scale_inv + 1
         if COLUMNWISE:
-            transpose, second_transpose = halves_of(transpose, tl.cast(K, tl.int64) * ((M + 15) // 16 * 16), HALF)
-        if HALF != -1 and KEEP_OUTPUT:
-            y, second_y = halves_of(y, K, HALF)
-        if ROWWISE:
-            data, second_data = halves_of(data, K, HALF)
-        if STACKED:
-            second_scale_inv = scale_inv + 1
+            transpose, second_transpose = halves_of(transpose, behind, HALF)
     tiles = tile_total(M, K, BLOCK_M, BLOCK_K)
     left, scale, second_scale = tiles, 1.0, 1.0
     if ROWWISE or COLUMNWISE:
