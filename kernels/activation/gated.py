@@ -28,12 +28,14 @@ from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.sizes import Size, allocate, rows_and_columns
 from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.produce.produce import FORMS, Source, produce
-from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, stack_buffers
+from te_dynamo.kernels.produce.stack import quantize_stacked_blocks, quantize_stacked_blocks_reference
+from te_dynamo.kernels.quantize.current import PARTIALS, Tile, amax_tile, cast_tile, quantize_stacked_reference
 from te_dynamo.kernels.quantize.formats import reference_of
 from te_dynamo.kernels.runtime.dependent_launch import starts_early
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.fp8 import program_count
 from te_dynamo.kernels.tiles.one_pass import partials_to_find, passes
+from te_dynamo.kernels.tiles.stacking import check_segments
 
 __all__ = [
     "BOUNDED_KINDS",
@@ -121,8 +123,12 @@ def gated_backward_quantize_reference(
 ) -> list[torch.Tensor]:
     """`gated_backward_quantize` in plain PyTorch."""
     grads = gated_backward_reference(dy, gate, up, kind)
-    each = [reference_of(grad, form) for grad in grads]
-    buffers = stack_buffers(each, form, by_columns=True) if stacked else [*each[0], *each[1]]
+    if not stacked:
+        buffers = [buffer for grad in grads for buffer in reference_of(grad, form)]
+    elif isinstance(form, TensorForm):
+        buffers = quantize_stacked_reference(grads, form, by_columns=True)
+    else:
+        buffers = quantize_stacked_blocks_reference(grads, form, by_columns=True)
     return [*(grads if keep_output else ()), *buffers]
 
 
@@ -299,8 +305,14 @@ def gated_backward_quantize(
     stacked: in place of two tensors' buffers those of `quantize_stacked([dgate, dup], by_columns=True)`. hint: as there, of two scales.
     """
     dy, gate, up = dy.contiguous(), in_rows(gate), in_rows(up)
-    if isinstance(form, FORMS) and not stacked:
-        return [*itertools.chain(*produce(source_of_gradients(dy, gate, up, kind), form, keep_output))]
+    if isinstance(form, FORMS) and not (stacked and keep_output):
+        if stacked:
+            check_segments(2 * (gate.shape[-1],))
+        source = source_of_gradients(dy, gate, up, kind)
+        return [*itertools.chain(*produce(source, form, keep_output, half=0 if stacked else -1))]
+    if isinstance(form, FORMS):  # halves of one tensor would be kept so too
+        both = gated_backward(dy, gate, up, kind)
+        return [*both, *quantize_stacked_blocks(both, form, by_columns=True)]
     assert isinstance(form, TensorForm)
     rows, columns = rows_and_columns(gate.shape)
     grads = [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2 * keep_output)]

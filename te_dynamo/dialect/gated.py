@@ -77,9 +77,10 @@ def gated_quantize(
 
 
 def _check_stack(quantizer: Quantizer, stacked: bool) -> None:
-    if stacked and not quantizer.one_scale:
+    if stacked and quantizer.stacks not in ("tensors", "blocks"):
         raise QuantizationError(
-            f"te.gated_backward_quantize: {quantizer.describe()}: stacked=True takes one scale a tensor; without it each gradient has buffers"
+            f"te.gated_backward_quantize: {quantizer.describe()}: stacked=True takes one scale a tensor or a block; without it each "
+            "gradient has buffers"
         )
 
 
@@ -115,7 +116,10 @@ def gated_backward_quantize(
     kept = [like(gate), like(up)] if keep_output else []
     if stacked:
         rows, columns = rows_and_columns(gate.shape)
-        return kept + quantized_stack(gate, (rows, 2 * columns), 2, quantizer)
+        shape = (rows, 2 * columns)
+        if quantizer.stacks == "blocks":
+            return kept + quantized(plain(shape, gate.dtype, gate), quantizer)
+        return kept + quantized_stack(gate, shape, 2, quantizer)
     return kept + quantized(gate, quantizer) + quantized(up, quantizer)
 
 

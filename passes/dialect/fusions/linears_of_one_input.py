@@ -15,6 +15,7 @@ from te_dynamo.dialect.memory import RESHAPES, is_view
 from te_dynamo.dialect.quantize import quantize
 from te_dynamo.dialect.stacked import MOST_SEGMENTS
 from te_dynamo.passes.dialect.graph import calls, item_users
+from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = ["Linear", "Part", "Sum", "buffer_names", "groups_of_linears", "readers", "source_of"]
 
@@ -88,13 +89,13 @@ def groups_of_linears(graph: Graph) -> Iterator[list[Linear]]:
 def _linear_of(product: Node) -> Linear | None:
     """The linear whose forward product this is, if nothing else reads what it quantizes."""
     asked = Gemm.of(product)
-    if not (asked.a_quantizer.stacks and asked.of_a_linear) or asked.bias is not None:
+    if not (_stacks(asked.a_quantizer) and asked.of_a_linear) or asked.bias is not None:
         return None
     data, scale = asked.b
     if _slice_of_input(data, 0) is not None:
         return _linear_of_part(product)
-    weight = _quantize_behind(data, "data")
-    if weight is None or _quantize_behind(scale, "scale_inv") is not weight:
+    weight = _quantize_behind(data)
+    if weight is None or _quantize_behind(scale, scales=True) is not weight:
         return None
     if len(source_of(weight).meta["val"].shape) != 2 or not _from_an_input(source_of(weight)):
         return None
@@ -104,9 +105,14 @@ def _linear_of(product: Node) -> Linear | None:
     if not transposed:
         return Linear(weight, product, _biased(product), None, None, None)
     (dgrad,) = transposed
-    if dgrad.target is not gemm or _quantize_behind(_operands(dgrad)[1][0], "transpose") is not weight:
+    if dgrad.target is not gemm or _quantize_behind(_operands(dgrad)[1][0], columnwise=True) is not weight:
         return None
     return _with_backward(weight, product, dgrad)
+
+
+def _stacks(quantizer: Quantizer) -> bool:
+    """Whether linears of that format become one. Stacks of blocks have not been timed: they come with the other kernels that have not."""
+    return bool(quantizer.stacks) and (quantizer.stacks != "blocks" or quantizer.fused_producers)
 
 
 def _linear_of_part(product: Node) -> Linear | None:
@@ -148,7 +154,7 @@ def _slice_of_input(node: Any, dim: int) -> tuple[Node, int, int] | None:
 
 def _with_backward(weight: Node | Part, product: Node, dgrad: Node) -> Linear | None:
     """The linear with its dgrad and its wgrad, if nothing else reads the gradient that they quantize."""
-    grad = _quantize_behind(_operands(dgrad)[0][0], "data")
+    grad = _quantize_behind(_operands(dgrad)[0][0])
     if grad is None or Gemm.of(dgrad).bias is not None or not Gemm.of(dgrad).of_a_linear:
         return None
     wgrads = _only_readers_of_columns(grad, dgrad)
@@ -156,7 +162,7 @@ def _with_backward(weight: Node | Part, product: Node, dgrad: Node) -> Linear | 
         return None
     wgrad = next(iter(wgrads), None)
     if wgrad is not None and (
-        wgrad.target is not gemm or _quantize_behind(_operands(wgrad)[0][0], "transpose") is not grad
+        wgrad.target is not gemm or _quantize_behind(_operands(wgrad)[0][0], columnwise=True) is not grad
     ):
         return None
     return Linear(weight, product, _biased(product), grad, dgrad, wgrad)
@@ -176,29 +182,32 @@ def _biased(product: Node) -> Node | None:
     return reader if _from_an_input(reader.args[1]) else None  # type: ignore[arg-type]
 
 
-def _quantize_behind(buffer: Any, name: str) -> Node | None:
-    """The te.quantize, of a format that stacks, whose buffer of that name this is."""
+def _quantize_behind(buffer: Any, columnwise: bool = False, scales: bool = False) -> Node | None:
+    """The te.quantize, of a format that stacks, whose codes of that usage this is, or their scales."""
     if not (isinstance(buffer, Node) and buffer.target is operator.getitem):
         return None
     node, index = buffer.args
     if not (isinstance(node, Node) and node.target is quantize and node.args[1].stacks):  # type: ignore[union-attr]
         return None
-    return node if buffer_names(node)[index] == name else None  # type: ignore[index]
+    return node if buffer_names(node)[index] == _operand_names(node, columnwise)[scales] else None  # type: ignore[index]
 
 
 def buffer_names(quantized: Node) -> list[str]:
     return quantized.args[1].buffer_names()  # type: ignore[union-attr]
 
 
+def _operand_names(quantized: Node, columnwise: bool) -> list[str]:
+    """(codes, scales) of one usage."""
+    return quantized.args[1].reading(columnwise).buffer_names()  # type: ignore[union-attr]
+
+
 def _only_readers_of_columns(quantized: Node, product: Node) -> set[Node] | None:
     """The one GEMM that reads the columns of a te.quantize, or none; None where not the product alone reads its rows, or others a scale."""
     by_name = _readers_by_name(quantized)
-    columns = by_name.get("transpose", set())
-    if "columnwise_scale_inv" in by_name:
-        scales_are_theirs = (by_name["scale_inv"], by_name["columnwise_scale_inv"]) == ({product}, columns)
-    else:
-        scales_are_theirs = by_name["scale_inv"] == {product, *columns}
-    return columns if by_name["data"] == {product} and len(columns) <= 1 and scales_are_theirs else None
+    by_rows, by_columns = (_operand_names(quantized, columnwise) for columnwise in (False, True))
+    columns = {reader for name in by_columns for reader in by_name.get(name, ())} - {product}
+    expected = {n: {x for x in (product, *columns) if n in (by_rows if x is product else by_columns)} for n in by_name}
+    return columns if len(columns) <= 1 and by_name == expected else None
 
 
 def _readers_by_name(quantized: Node) -> dict[str, set[Node]]:

@@ -77,6 +77,7 @@ from te_dynamo.passes.dialect.graph import (
     retrace_views,
     sorted_topologically,
 )
+from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = ["fuse_shared_input"]
 
@@ -109,7 +110,7 @@ def fuse_shared_input(graph: Graph) -> int:
 
 def _sums_dgrads(linears: list[Linear]) -> bool:
     """Whether dgrads of the linears become one."""
-    return linears[0].dgrad is not None and Gemm.of(linears[0].product).a_quantizer.one_scale
+    return linears[0].dgrad is not None and Gemm.of(linears[0].product).a_quantizer.stacks != "rows"
 
 
 # --- judging ------------------------------------------------------------------------------------------------
@@ -205,10 +206,10 @@ def _views_of_slices(linears: list[Linear]) -> dict[Node, Any] | None:
 
 
 def _quantized_where_made(linears: list[Linear]) -> bool:
-    """Whether a gated unit's backward writes each gradient with scales of its own: to stack them, it would have to write 16 bits too."""
+    """Whether a gated unit's backward writes each gradient with scales of rows: to stack them, it would have to write 16 bits too."""
     grads: list[Any] = [linear.grad for linear in linears if linear.grad is not None]
     made = {node for grad in grads for node in source_of(grad).all_input_nodes}
-    apart = all(grad.args[1].fused_producers and not grad.args[1].one_scale for grad in grads)
+    apart = all(grad.args[1].fused_producers and grad.args[1].stacks == "rows" for grad in grads)
     return apart and len(made) == 1 and made.pop().target is gated_backward
 
 
@@ -224,8 +225,8 @@ def _stack(graph: Graph, linears: list[Linear], total: Sum | None) -> None:
     bias = _stacked_biases(graph, linears)
     dtype = first.result.meta["val"].dtype
     of_product = dtype if bias is None else torch.float32
-    stacked = asked._replace(b=_operand(weights, columnwise=False), out_dtype=of_product, along="N", segments=segments)
-    result = call_like(graph, gemm, stacked, first.product)
+    b = _operand(weights, asked.b_quantizer)
+    result = call_like(graph, gemm, _stacked(asked, "N", segments)._replace(b=b, out_dtype=of_product), first.product)
     if bias is not None:
         result = call_like(graph, add_bias, (result, bias, dtype), first.result)
     _take_slices(graph, result, 1, [linear.result for linear in linears])
@@ -270,17 +271,22 @@ def _stacked_biases(graph: Graph, linears: list[Linear]) -> Node | None:
     return call_like(graph, _aten.cat.default, (parts,), linears[0].product)
 
 
-def _operand(buffers: dict[str, Node], columnwise: bool) -> list[Node]:
-    """What a GEMM reads of those buffers."""
-    scales = "columnwise_scale_inv" if columnwise and "columnwise_scale_inv" in buffers else "scale_inv"
-    return [buffers["transpose" if columnwise else "data"], buffers[scales]]
+def _operand(buffers: dict[str, Node], quantizer: Quantizer) -> list[Node]:
+    """What a GEMM reads of those buffers. quantizer: the operand's, of one usage."""
+    return [buffers[name] for name in quantizer.buffer_names()]
+
+
+def _stacked(asked: Any, along: str, segments: list[int]) -> Any:
+    """The GEMM of the stack; with scales of blocks it is one as any other."""
+    return asked if asked.a_quantizer.stacks == "blocks" else asked._replace(along=along, segments=segments)
 
 
 def _stack_dgrads(
     graph: Graph, dgrad: Node, segments: list[int], grads: dict[str, Node], weights: dict[str, Node], total: Sum
 ) -> None:
-    asked, a, b = Gemm.of(dgrad), _operand(grads, columnwise=False), _operand(weights, columnwise=True)
-    dx = call_like(graph, gemm, asked._replace(a=a, b=b, along="K", segments=segments), dgrad)
+    asked = Gemm.of(dgrad)
+    a, b = _operand(grads, asked.a_quantizer), _operand(weights, asked.b_quantizer)
+    dx = call_like(graph, gemm, _stacked(asked, "K", segments)._replace(a=a, b=b), dgrad)
     if total.view is not None:
         dx = reshaped_like(graph, dx, total.view)
     for other in total.others:
@@ -289,7 +295,8 @@ def _stack_dgrads(
 
 
 def _stack_wgrads(graph: Graph, wgrads: list[Node], segments: list[int], grads: dict[str, Node]) -> None:
-    stacked = Gemm.of(wgrads[0])._replace(a=_operand(grads, columnwise=True), along="M", segments=segments)
+    asked = Gemm.of(wgrads[0])
+    stacked = _stacked(asked, "M", segments)._replace(a=_operand(grads, asked.a_quantizer))
     _take_slices(graph, call_like(graph, gemm, stacked, wgrads[0]), 0, wgrads)
 
 
@@ -308,7 +315,7 @@ def _erase_sum(graph: Graph, linears: list[Linear], total: Sum) -> None:
 def _quantize_all(graph: Graph, quantized: list[Node], by_columns: bool) -> dict[str, Node]:
     """Buffer name -> node, of one te.quantize_stacked in place of several te.quantize."""
     quantizer: Any = quantized[0].args[1]
-    if not quantizer.one_scale:  # side by side in a row, each has scales of its own
+    if quantizer.stacks == "rows":  # side by side in a row, each has scales of its own
         quantizer = quantizer.reading(columnwise=by_columns)
     stack = call_like(
         graph, quantize_stacked, ([source_of(node) for node in quantized], quantizer, by_columns), quantized[-1]

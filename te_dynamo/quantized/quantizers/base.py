@@ -11,7 +11,7 @@ import enum
 import functools
 import operator
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -59,9 +59,10 @@ class Quantizer(metaclass=OpaqueMeta):
     fused_sums: ClassVar[bool] = False
     """Whether its GEMM adds another tensor to its result (the addend of te.gemm)."""
 
-    stacks: ClassVar[bool] = False
-    """Whether tensors of several linears may be one operand (te.quantize_stacked): weights in forward and gradients in wgrad; with
-    `one_scale` both in dgrad too, where segments with scales of rows each would have to be scaled apart before they are added."""
+    stacks: ClassVar[Literal["", "tensors", "rows", "blocks"]] = ""
+    """What has scales of its own where tensors of several linears are one operand (te.quantize_stacked), "" where none may be: weights in
+    forward and gradients in wgrad; of "tensors", and of "blocks", both in dgrad too, where segments with scales of "rows" each would have to
+    be scaled apart before they are added. Of "blocks" the stack is a tensor as any other."""
 
     experts_begin_at: ClassVar[int] = 1
     """Where the experts of a weight [G, N, K] may begin, read as [G N, K], or a shard of a weight: a multiple of it, so that none shares a

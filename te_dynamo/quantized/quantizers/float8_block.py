@@ -33,6 +33,7 @@ class Float8BlockQuantizer(Float8Quantizer):
     """
 
     experts_begin_at: ClassVar[int] = BLOCK
+    stacks: ClassVar[Literal["blocks"]] = "blocks"
 
     block_dims: int = 1
     power_of_two_scale: bool = True

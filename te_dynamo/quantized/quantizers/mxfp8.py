@@ -36,6 +36,7 @@ class MXFP8Quantizer(Float8Quantizer):
     """
 
     experts_begin_at: ClassVar[int] = 128  # of either block: GEMMs contract 128 values at a time
+    stacks: ClassVar[Literal["blocks"]] = "blocks"
 
     scale_block: int = 32
     block_dims: int = 1
