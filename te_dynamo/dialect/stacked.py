@@ -22,6 +22,7 @@ from te_dynamo.quantized.tensor_proto import TensorProto
 
 __all__ = [
     "MOST_SEGMENTS",
+    "linears_stack",
     "quantize_stacked",
     "quantize_stacked_with_amaxes",
     "segments_stack",
@@ -75,6 +76,11 @@ def quantize_stacked_with_amaxes(
 ) -> list[torch.Tensor]:
     """te.quantize_stacked where amaxes are known: of each tensor partial ones, fp32 [a power of two up to PARTIALS], or None."""
     return quantized_stack(xs[0], kernels.stacked_size(xs, by_columns), len(xs), quantizer)
+
+
+def linears_stack(quantizer: Quantizer) -> bool:
+    """Whether linears become one in that format. Stacks of blocks have not been timed: they come with the other kernels that have not."""
+    return bool(quantizer.stacks) and (quantizer.stacks != "blocks" or quantizer.fused_producers)
 
 
 def segments_stack(segments: Sequence[object]) -> bool:

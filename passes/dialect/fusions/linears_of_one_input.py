@@ -13,9 +13,8 @@ from torch.fx import Graph, Node
 from te_dynamo.dialect.gemm import Gemm, add_bias, gemm
 from te_dynamo.dialect.memory import RESHAPES, is_view
 from te_dynamo.dialect.quantize import quantize
-from te_dynamo.dialect.stacked import MOST_SEGMENTS
+from te_dynamo.dialect.stacked import MOST_SEGMENTS, linears_stack
 from te_dynamo.passes.dialect.graph import calls, item_users
-from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = ["Linear", "Part", "Sum", "buffer_names", "groups_of_linears", "readers", "source_of"]
 
@@ -89,7 +88,7 @@ def groups_of_linears(graph: Graph) -> Iterator[list[Linear]]:
 def _linear_of(product: Node) -> Linear | None:
     """The linear whose forward product this is, if nothing else reads what it quantizes."""
     asked = Gemm.of(product)
-    if not (_stacks(asked.a_quantizer) and asked.of_a_linear) or asked.bias is not None:
+    if not (linears_stack(asked.a_quantizer) and asked.of_a_linear) or asked.bias is not None:
         return None
     data, scale = asked.b
     if _slice_of_input(data, 0) is not None:
@@ -108,11 +107,6 @@ def _linear_of(product: Node) -> Linear | None:
     if dgrad.target is not gemm or _quantize_behind(_operands(dgrad)[1][0], columnwise=True) is not weight:
         return None
     return _with_backward(weight, product, dgrad)
-
-
-def _stacks(quantizer: Quantizer) -> bool:
-    """Whether linears of that format become one. Stacks of blocks have not been timed: they come with the other kernels that have not."""
-    return bool(quantizer.stacks) and (quantizer.stacks != "blocks" or quantizer.fused_producers)
 
 
 def _linear_of_part(product: Node) -> Linear | None:

@@ -25,6 +25,12 @@ With a scale a row, dgrads stay apart: along K, segments with scales of rows eac
 
 Wgrads stay apart too where a gated unit's backward writes dgate and dup with such scales itself (activation_backward_quantize.py).
 
+With a scale a block, no block is of two tensors: the stack's buffers are those of the concatenation, and each of the three GEMMs is one as any
+other. This has not been timed, and comes with `fused_producers=True` of block scaling and MXFP8.
+
+    after     q: (f8e4m3[2N, K], f32[2N/128, K/128], f8e4m3[K, 2N], f32[K/128, 2N/128]) = te.quantize_stacked([gate.weight, up.weight], e4m3 128x128[row+column], False)
+              y: bf16[M, 2N] = te.gemm([x.data, x.scale_inv], e4m3 1x128[row], [q.data, q.scale_inv], e4m3 128x128[row], bf16, False)
+
 Each tensor keeps its own scales, so forward and the quantized tensors have the bits that they have apart. dx is rounded once,
 where the sum of two GEMMs rounds three times. Weight gradients have the same bits where the GEMMs apart do not cut K.
 
@@ -36,7 +42,7 @@ slices away.
 
 These are left as they are:
 
-- linears of another recipe, with sides that are no multiples of 128, or more than three;
+- linears in NVFP4, with sides that are no multiples of 128, or more than three;
 - results that the graph returns, or that a view cannot read by rows of one stride;
 - a mixture of weights with and without gradient;
 - GEMMs that the cost model finds slower together;
