@@ -116,10 +116,7 @@ def gated_backward_quantize(
     kept = [like(gate), like(up)] if keep_output else []
     if stacked:
         rows, columns = rows_and_columns(gate.shape)
-        shape = (rows, 2 * columns)
-        if quantizer.stacks == "blocks":
-            return kept + quantized(plain(shape, gate.dtype, gate), quantizer)
-        return kept + quantized_stack(gate, shape, 2, quantizer)
+        return kept + quantized_stack(gate, (rows, 2 * columns), 2, quantizer)
     return kept + quantized(gate, quantizer) + quantized(up, quantizer)
 
 

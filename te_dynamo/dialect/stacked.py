@@ -18,11 +18,11 @@ from te_dynamo.kernels.runtime.launch import size_hint
 from te_dynamo.kernels.runtime.margin import gemm_target
 from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, SEGMENT_MULTIPLE, Stacking
 from te_dynamo.quantized.quantizers import Quantizer
-from te_dynamo.quantized.tensor_proto import TensorProto
 
 __all__ = [
     "MOST_SEGMENTS",
     "linears_stack",
+    "places_in_stack",
     "quantize_stacked",
     "quantize_stacked_with_amaxes",
     "segments_stack",
@@ -59,12 +59,9 @@ def quantize_stacked(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: b
     data [M, K], transpose [K, M^16], scale_inv fp32 [len(xs)]. With a scale a block the buffers of the concatenated tensor, with one a row
     those too: of a stack by rows the rows, of one by columns the columns. The stacked sides are two or three multiples of 128.
     """
-    shape = kernels.stacked_size(xs, by_columns)
-    if quantizer.one_scale:
-        return quantized_stack(xs[0], shape, len(xs), quantizer)
     if quantizer.stacks == "rows":
         rows_of_several.stacked_rows_size(xs, quantizer.rowwise, quantizer.columnwise, by_columns)
-    return TensorProto(shape, xs[0].dtype, quantizer, device=xs[0].device).create_buffers()
+    return quantized_stack(xs[0], kernels.stacked_size(xs, by_columns), len(xs), quantizer)
 
 
 @te_op(
@@ -81,6 +78,19 @@ def quantize_stacked_with_amaxes(
 def linears_stack(quantizer: Quantizer) -> bool:
     """Whether linears become one in that format. Stacks of blocks have not been timed: they come with the other kernels that have not."""
     return bool(quantizer.stacks) and (quantizer.stacks != "blocks" or quantizer.fused_producers)
+
+
+def places_in_stack(quantizer: Quantizer, rows: Sequence[int], index: int) -> dict[str, tuple[int, int, int]]:
+    """Buffer name -> (dimension, first, length) of what one tensor has of a stack by rows; rows: of each tensor."""
+    first, length, total = sum(rows[:index]), rows[index], sum(rows)
+    if quantizer.one_scale:
+        return {"data": (0, first, length), "transpose": (1, first, length), "scale_inv": (0, index, 1)}
+    places = {}
+    own = quantizer.form().buffers((length, 1))
+    for name, (shape, _) in quantizer.form().buffers((total, 1)).items():
+        dim = next(dim for dim, sizes in enumerate(zip(shape, own[name][0], strict=True)) if len({*sizes}) > 1)
+        places[name] = dim, first * shape[dim] // total, length * shape[dim] // total
+    return places
 
 
 def segments_stack(segments: Sequence[object]) -> bool:

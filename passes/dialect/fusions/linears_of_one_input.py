@@ -23,14 +23,17 @@ _aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A weight that is a part of a stack which the graph is given (passes/torch_ir/workspaces.py): the stack's buffers, and where."""
+    """A weight that is a part of a stack which the graph is given (passes/torch_ir/workspaces.py): the stack's buffers, and where.
+
+    first, end: rows of the stack. own_scales: (dimension, first, end) of its scales in the stack's.
+    """
 
     data: Node
     scales: Node
     transpose: Node | None
     first: int
     end: int
-    index: int
+    own_scales: tuple[int, int, int]
 
     @property
     def stack(self) -> tuple[Any, ...]:
@@ -112,15 +115,19 @@ def _linear_of(product: Node) -> Linear | None:
 def _linear_of_part(product: Node) -> Linear | None:
     """The linear of that forward product by a part of a given stack."""
     data, scale = _operands(product)[1]
-    rows, scales = _slice_of_input(data, 0), _slice_of_input(scale, 0)
+    own = scale.args[0] if scale.target is _aten.clone.default else scale  # of what lies side by side it is a copy
+    rows, dim = _slice_of_input(data, 0), int(_slice_of_input(own, 0) is None)
+    scales = _slice_of_input(own, dim)
     if rows is None or scales is None or set(data.users) != {product}:
         return None
     (stack, first, end), (scale_inv, index, after) = rows, scales
     dgrads = set(scale.users) - {product}
-    if after != index + 1 or len(dgrads) > 1 or not _has_scale_a_part(stack, scale_inv):
+    place = dim, index, after
+    one = after == index + 1 and _has_scale_a_part(stack, scale_inv)
+    if len(dgrads) > 1 or (Gemm.of(product).b_quantizer.one_scale and not one):
         return None
     if not dgrads:
-        return Linear(Part(stack, scale_inv, None, first, end, index), product, _biased(product), None, None, None)
+        return Linear(Part(stack, scale_inv, None, first, end, place), product, _biased(product), None, None, None)
     (dgrad,) = dgrads
     weight = _operands(dgrad)[1] if dgrad.target is gemm else (None, None)
     copied = weight[0] if weight[1] is scale else None
@@ -129,7 +136,7 @@ def _linear_of_part(product: Node) -> Linear | None:
     )
     if columns is None or columns[1:] != (first, end):
         return None
-    return _with_backward(Part(stack, scale_inv, columns[0], first, end, index), product, dgrad)
+    return _with_backward(Part(stack, scale_inv, columns[0], first, end, place), product, dgrad)
 
 
 def _has_scale_a_part(stack: Node, scale_inv: Node) -> bool:

@@ -37,8 +37,8 @@ where the sum of two GEMMs rounds three times. Weight gradients have the same bi
 With biases, `y` is te.add_bias of the product and of all biases, one behind the other. A linear without one among them adds -0.0, which
 changes no bit. Their gradients are sums of their own, as before.
 
-Kept weights (passes/torch_ir/workspaces.py) with one scale each are inputs of the graph as such a stack. Each linear reads slices of it, and the fusion takes the
-slices away.
+Kept weights (passes/torch_ir/workspaces.py) are inputs of the graph as such a stack: those with one scale each, and in blocks those of which
+backward reads nothing. Each linear reads slices of it, and the fusion takes the slices away.
 
 These are left as they are:
 
@@ -169,12 +169,13 @@ def _whole(linears: list[Linear]) -> bool:
     parts = [linear.weight for linear in linears if isinstance(linear.weight, Part)]
     if not parts:
         return True
-    ends = [part.end for part in parts]
-    return (
-        [part.first for part in parts] == [0, *ends[:-1]]
-        and ends[-1] == parts[0].data.meta["val"].shape[0]
-        and [part.index for part in parts] == list(range(parts[0].scales.meta["val"].shape[0]))
-    )
+    rows, scales = parts[0].data.meta["val"].shape[0], parts[0].scales.meta["val"].shape[parts[0].own_scales[0]]
+    return _cover([(p.first, p.end) for p in parts], rows) and _cover([p.own_scales[1:] for p in parts], scales)
+
+
+def _cover(slices: list[tuple[int, int]], size: int) -> bool:
+    edges = [0, *(end for _, end in slices)]
+    return [first for first, _ in slices] == edges[:-1] and edges[-1] == size
 
 
 def _pays(linears: list[Linear]) -> bool:
