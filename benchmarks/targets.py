@@ -59,6 +59,7 @@ from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
 from te_dynamo.kernels.layouts.row import GroupedRowForm, RowForm
 from te_dynamo.kernels.layouts.tensor import GroupedForm, TensorForm
 from te_dynamo.kernels.norm import add, modulate, norm
+from te_dynamo.kernels.produce.stack import quantize_stacked_blocks
 from te_dynamo.kernels.quantize import current as quantize
 from te_dynamo.kernels.quantize import float8_block, float8_rowwise, mxfp8, nvfp4, several, transpose
 from te_dynamo.kernels.quantize.rows_of_several import (
@@ -469,6 +470,10 @@ def _produced(name: str, usage: tuple[bool, bool]) -> Iterator[tuple[str, Launch
     for (what, dtype), (blocks, form) in itertools.product(inputs.items(), forms.items()):
         x, dy, w = (torch.empty(*size, dtype=dtype, device="cuda") for size in ((M, K), (M, K), (K,)))
         samples = torch.empty(8, K, dtype=dtype, device="cuda")
+        if not isinstance(form, RowForm):
+            for along in ("rows", "columns"):
+                call = functools.partial(quantize_stacked_blocks, [x, dy], form, along == "columns")
+                yield f"stacked {along} in {blocks}, {name}{what}", call
         for source, call in {
             "RMSNorm": functools.partial(norm.rms_norm_quantize, x, w, 1e-5, True, False, form, False),
             "LayerNorm": functools.partial(norm.layer_norm_quantize, x, w, w, 1e-5, form, True),

@@ -349,13 +349,14 @@ def stacking_pays(product: Product, target: Target) -> bool:
     """Whether a stacked product takes no longer than one for each segment, and in forward (along N) has their bits.
 
     One program makes the whole sum of a stacked GEMM, which rounds otherwise than a GEMM that cuts K. Along K apart, the
-    products have to be written and read again for their sum.
+    products have to be written and read again for their sum. Between scales of blocks there is no border: that stack runs as any product.
     """
     along, segments = product.stacking.along, product.stacking.segments
     whole = dataclasses.replace(product, stacking=NOT_STACKED)
+    product = whole if product.in_blocks else product
     parts = [dataclasses.replace(whole, **{along.lower(): segment}) for segment in segments]
     if along == "N":
-        timed = [TUNED[part.plain, target] for part in parts if (part.plain, target) in TUNED]
+        timed = [TUNED[each.plain, target] for each in (product, *parts) if (each.plain, target) in TUNED]
         if any(choice.kernel == "cublaslt" or choice.tile.split_k > 1 for choice in timed):
             return False
         few_rows = [_decode_tile(p, target) for p in (whole, *parts)]
@@ -367,7 +368,7 @@ def stacking_pays(product: Product, target: Target) -> bool:
     apart = (len(segments) - 1) * product.m * product.n * 4 / REDUCE_BYTES_PER_US if along == "K" else 0.0
     for part in parts:
         own = _usual_tile(part, target)
-        if own.split_k > 1 and along == "N":
+        if along == "N" and (own.split_k > 1 or tile.split_k > 1):
             return False
         own = _specialized_tile(part, target) or own
         apart += estimated_us(own, part.m, part.n, part.k, target)

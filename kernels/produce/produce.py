@@ -9,6 +9,7 @@ another (kernels/produce/rows.py).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ class Source:
     """What a launch computes.
 
     name, inputs, strides: SOURCE of kernels/produce/sources.py, its tensors, and the values from row to row of each.
-    kind: of an activation. norm: the kernel's arguments that say which norm it is; statistics: mean and rstd of the rows.
+    kind: of an activation, or of a stack, of which stacked_shape is the result's. norm: the kernel's arguments that say which norm it is; statistics: mean and rstd of the rows.
     dtype: what is quantized is rounded to. kept: the dtype that the result is kept in, if it is.
     """
 
@@ -57,6 +58,7 @@ class Source:
     statistics: Sequence[torch.Tensor] = ()
     dtype: torch.dtype | None = None
     kept: torch.dtype | None = None
+    stacked_shape: tuple[Size, ...] = ()
 
     @property
     def like(self) -> torch.Tensor:
@@ -117,11 +119,10 @@ def produce(
     """
     if isinstance(form, TensorForm):
         return produce_tensor(source, form, keep_output, sums, half, **of_tensor)
-    assert not of_tensor.get("stacked")  # buffers of blocks, or of rows, are stacked by nobody yet
     if isinstance(form, RowForm):
         return produce_rows(source, form, keep_output, sums, half)
     x = source.like
-    rows, columns = rows_and_columns(x.shape)
+    rows, columns = rows_and_columns(source.stacked_shape or x.shape)
     width, count = (columns, 1 + source.is_pair) if half == -1 else (2 * columns, 1)
     shape = (*x.shape[:-1], width)
     kept = [torch.empty(shape, dtype=source.kept or x.dtype, device=x.device) for _ in range(count * keep_output)]
@@ -157,13 +158,14 @@ def _launches(form: Form, size: tuple[Size, Size], source: Source) -> Iterator[t
     """
     itemsize, packed = source.itemsize(), source.packed()
     if isinstance(form, MXFP8Form):
-        launches = mxfp8_launches(form, size, itemsize, packed, None)
+        of_one = math.gcd(*source.strides) if source.kind == "columns" else None  # type: ignore[arg-type]
+        launches = mxfp8_launches(form, size, itemsize, packed, None, columns_of_one=of_one)
     else:
         assert isinstance(form, BlockForm)
         largest = torch.finfo(source.dtype or source.like.dtype).max
         launches = block_launches(form, size, itemsize, packed and form.power_of_two, None, largest)
     for _, grid, constants in launches:
         of_gradient = "backward" in source.name
-        more = 4 if constants["COLUMNWISE"] and of_gradient else 2
+        more = 4 if constants["COLUMNWISE"] and of_gradient else 1 if source.name == "stack" else 2
         most = 16 if constants["PACKED"] or of_gradient else 8
         yield grid, constants | {"num_warps": min(more * constants["num_warps"], most)}

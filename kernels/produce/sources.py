@@ -7,11 +7,12 @@
 | gated | gate, up | f(gate) up |
 | gated_backward | dy, gate, up | both gradients |
 | norm | x, weight, bias, and mean and rstd of x's rows | as kernels/norm/norm.py has it |
+| stack | two or three tensors | as they are: KIND "rows", one below the other, or "columns", one beside the other |
 
 By the device functions of the unfused kernels, in fp32 with one rounding: equal to these and then a quantization, bit for bit. A part of a
 tile is some of its `rows` and all of its columns, as words of two bf16 or as elements. `inputs`: (a, b, c, mean, rstd). `strides`: values
-from row to row of a, b and c, and rows of a sample; those of b and c are from sample to sample where a norm is MODULATED. `HOW`:
-(SOURCE, KIND, and the constants of a norm).
+from row to row of a, b and c, and rows of a sample; those of b and c are from sample to sample where a norm is MODULATED; of a stack the
+rows, or columns, of each, whole tiles. `HOW`: (SOURCE, KIND, and the constants of a norm).
 """
 
 from __future__ import annotations
@@ -57,6 +58,24 @@ def statistics(mean, rstd, rows, M, LAYER: tl.constexpr):
     return row_mean, tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
 
 
+@triton.jit
+def in_stack(inputs, strides, place, BY_COLUMNS: tl.constexpr):
+    """(the tensor of a stack in which the tile at place lies, values from row to row of it, the tile's place in it)."""
+    a, b, c, _, _ = inputs
+    row, column, M, K = place
+    at = column if BY_COLUMNS else row
+    two = strides[0] + strides[1]
+    first = tl.where(at >= two, two, tl.where(at >= strides[0], strides[0], 0))
+    x = tl.where(at >= two, c, tl.where(at >= strides[0], b, a))
+    if BY_COLUMNS:
+        stride = tl.where(at >= two, strides[2], tl.where(at >= strides[0], strides[1], strides[0]))
+        column -= first
+    else:
+        stride = K
+        row -= first
+    return x, stride, (row, column, M, K)
+
+
 # --- words --------------------------------------------------------------------------------------------------
 
 
@@ -79,10 +98,15 @@ def halves_of_columns(values, COUNT: tl.constexpr):
 def made_words(inputs, strides, place, rows, HOW: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr):
     """(words of the result, words of the second gradient) in these rows of the tile at place (row, column, M, K), zero outside."""
     a, b, c, mean, rstd = inputs
-    row, column, M, K = place
     SOURCE: tl.constexpr = HOW[0]
-    x = load_words(a, row, column, rows, M, K, COUNT, WHOLE, strides[0])
-    if SOURCE == "norm":
+    stride = strides[0]
+    if SOURCE == "stack":
+        a, stride, place = in_stack(inputs, strides, place, HOW[1] == "columns")
+    row, column, M, K = place
+    x = load_words(a, row, column, rows, M, K, COUNT, WHOLE, stride)
+    if SOURCE == "stack":
+        words, second = x, x
+    elif SOURCE == "norm":
         row_mean, row_rstd = statistics(mean, rstd, row + rows, M, HOW[2])
         w, shift = load_affine(b, c, column, K, HOW[3], HOW[4], 2 * COUNT)
         w_low, w_high = halves_of_columns(w, COUNT) if HOW[3] else (w, w)
@@ -153,8 +177,13 @@ def made_elements(inputs, strides, place, rows, HOW: tl.constexpr, COUNT: tl.con
     """(elements of the result in fp32, of the second gradient) in these rows of the tile at place, zero outside."""
     a, b, c, mean, rstd = inputs
     SOURCE: tl.constexpr = HOW[0]
-    x = load_elements(a, place, rows, strides[0], COUNT)
-    if SOURCE == "norm":
+    stride = strides[0]
+    if SOURCE == "stack":
+        a, stride, place = in_stack(inputs, strides, place, HOW[1] == "columns")
+    x = load_elements(a, place, rows, stride, COUNT)
+    if SOURCE == "stack":
+        value, second = x, x
+    elif SOURCE == "norm":
         row, column, M, K = place
         row_mean, row_rstd = statistics(mean, rstd, row + rows, M, HOW[2])
         if HOW[7]:

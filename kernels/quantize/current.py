@@ -131,11 +131,6 @@ def quantize_stacked_reference(
     """`quantize_stacked` in plain PyTorch, on any device."""
     stacked_size(xs, by_columns)
     each = [quantize_reference(x, form, amax) for x, amax in zip(xs, amaxes or [None] * len(xs), strict=True)]
-    return stack_buffers(each, form, by_columns)
-
-
-def stack_buffers(each: Sequence[Sequence[torch.Tensor]], form: TensorForm, by_columns: bool) -> list[torch.Tensor]:
-    """The buffers of the stack from the buffers of each tensor, in plain PyTorch."""
     dims = [int(by_columns)] * form.rowwise + [int(not by_columns)] * form.columnwise + [0]
     return [concatenated(parts, dim) for dim, parts in zip(dims, zip(*each, strict=True), strict=True)]
 

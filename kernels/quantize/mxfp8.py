@@ -139,11 +139,17 @@ def quantize_mxfp8(
 
 
 def mxfp8_launches(
-    form: MXFP8Form, size: tuple[Size, Size], itemsize: int, packed: bool, tile: Tile | None, as_it_lies: bool = True
+    form: MXFP8Form,
+    size: tuple[Size, Size],
+    itemsize: int,
+    packed: bool,
+    tile: Tile | None,
+    as_it_lies: bool = True,
+    columns_of_one: int | None = None,
 ) -> Iterator[tuple[bool, tuple[Size, ...], dict[str, Any]]]:
     """(whether it is one of the kernel of whole blocks of 128, the grid, the constants) of each launch on [M, K].
 
-    as_it_lies: not in a padded order.
+    as_it_lies: not in a padded order. columns_of_one: whole tiles, of each tensor where several lie side by side.
     """
     rows, columns = size
     for usage in form.launches(itemsize):
@@ -154,7 +160,7 @@ def mxfp8_launches(
             scaling = f"e8m0{' 128x128' * form.two_d}{' swizzled' * form.swizzled}"
             scales = {"SCALING": scaling, "EPS": 0.0, "POWER_OF_TWO": True, "LARGEST": 0.0}
         else:
-            by_rows = row_tile(columns, packed, form.swizzled)
+            by_rows = row_tile(columns_of_one or columns, packed, form.swizzled)
             block_m, block_k, warps = tile or (tile_32(columns) if usage["COLUMNWISE"] or form.two_d else by_rows)
             grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
             whole = as_it_lies and whole_tiles(rows, columns, 128)

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from te_dynamo.dialect import LinearConfig
 from te_dynamo.dialect.fakes import quantized, quantized_stack
-from te_dynamo.dialect.stacked import segments_stack
+from te_dynamo.dialect.stacked import linears_stack, places_in_stack, segments_stack
 from te_dynamo.errors import KeptWeightError
 from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.match.mutation import reads_through, written_inputs
@@ -290,7 +290,7 @@ def _stacks(readers: list[_Reader], example_inputs: Sequence[Any]) -> Iterable[_
     linears = [reader for reader in readers if reader.node.target is _te.linear.default]
     for reader in sorted(linears, key=lambda reader: reader.node):
         x, config = reader.node.args[0], reader.config
-        if config.weight_quantizer.one_scale and not config.weight_transposed:
+        if _stacks_kept(config.weight_quantizer) and not config.weight_transposed:
             by_input.setdefault((x, config, reader.operand.dtype, reader.frozen), []).append(reader)
     for (_, config, _, frozen), group in by_input.items():
         pair = _gate_and_up(group)
@@ -304,6 +304,13 @@ def _stacks(readers: list[_Reader], example_inputs: Sequence[Any]) -> Iterable[_
         distinct = all(len(set(way)) == len(way) for way in found.ways)
         if distinct and segments_stack([r.operand.shape[0] for r in stack]) and not _kept_apart(found, example_inputs):
             yield found
+
+
+def _stacks_kept(quantizer: Quantizer) -> bool:
+    """Whether kept weights may be a stack: in blocks where nobody reads columns, of which no slice is a part's own buffer."""
+    return quantizer.one_scale or (
+        quantizer.stacks == "blocks" and linears_stack(quantizer) and not quantizer.columnwise
+    )
 
 
 def _gate_and_up(group: list[_Reader]) -> list[_Reader] | None:
@@ -414,7 +421,7 @@ def _fakes(sources: tuple[fx.Node, ...], operand: torch.Tensor, quantizer: Quant
 
 
 def _rewrite(group: _Group, nodes: dict[str, fx.Node]) -> None:
-    ends = list(itertools.accumulate(readers[0].operand.shape[0] for readers in group.parts))
+    rows = [readers[0].operand.shape[0] for readers in group.parts]
     graph = group.region.graph
     for index, readers in enumerate(group.parts):
         for reader in readers:
@@ -422,7 +429,9 @@ def _rewrite(group: _Group, nodes: dict[str, fx.Node]) -> None:
             x, weight, *others = node.args
             with graph.inserting_before(node):
                 buffers = [
-                    _part(graph, nodes[name], name, index, [0, *ends], node) if len(group.parts) > 1 else nodes[name]
+                    _part(graph, nodes[name], places_in_stack(config.weight_quantizer, rows, index)[name], node)
+                    if len(rows) > 1
+                    else nodes[name]
                     for name in config.weight_quantizer.buffer_names()
                 ]
                 reads_values = config.grad_output_quantizer is None and config.input_requires_grad
@@ -444,15 +453,11 @@ def _erase_computed(graph: fx.Graph, weight: Any) -> None:
             _erase_computed(graph, node)
 
 
-def _part(graph: fx.Graph, stack: fx.Node, name: str, index: int, ends: list[int], like: fx.Node) -> fx.Node:
+def _part(graph: fx.Graph, stack: fx.Node, place: tuple[int, int, int], like: fx.Node) -> fx.Node:
     """What one weight of a stack has of a buffer."""
-    if name == "scale_inv":
-        return emit_method(graph, "narrow", (stack, 0, index, 1), like)
-    first, length = ends[index], ends[index + 1] - ends[index]
-    if name == "data":
-        return emit_method(graph, "narrow", (stack, 0, first, length), like)
+    part = emit_method(graph, "narrow", (stack, *place), like)
     # A GEMM reads whole rows: a copy, which goes where the stack is read as one.
-    return emit_method(graph, "contiguous", (emit_method(graph, "narrow", (stack, 1, first, length), like),), like)
+    return emit_method(graph, "contiguous", (part,), like) if place[0] else part
 
 
 def _record(workspace: Workspace, fakes: list[torch.Tensor], example_inputs: Sequence[Any]) -> WorkspaceRecord:

@@ -49,6 +49,6 @@ def quantized(x: torch.Tensor, quantizer: Quantizer) -> list[torch.Tensor]:
 
 
 def quantized_stack(x: torch.Tensor, shape: tuple[int, int], scales: int, quantizer: Quantizer) -> list[torch.Tensor]:
-    """The buffers of a stack of that shape, of tensors like x, with that many scales (kernels/quantize/current.py)."""
-    *data, _ = TensorProto(shape, x.dtype, quantizer, device=x.device).create_buffers()
-    return [*data, plain((scales,), torch.float32, x)]
+    """The buffers of a stack of that shape, of tensors like x: of one scale each that many, else those of a tensor of that shape."""
+    buffers = TensorProto(shape, x.dtype, quantizer, device=x.device).create_buffers()
+    return [*buffers[:-1], plain((scales,), torch.float32, x)] if quantizer.one_scale else buffers

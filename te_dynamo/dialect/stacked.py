@@ -11,16 +11,18 @@ from te_dynamo.dialect.quantize import takes_quantizer
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.gemm.choose import Product
 from te_dynamo.kernels.gemm.choose import stacking_pays as product_pays
+from te_dynamo.kernels.produce import stack
 from te_dynamo.kernels.quantize import current as kernels
 from te_dynamo.kernels.quantize import rows_of_several
 from te_dynamo.kernels.runtime.launch import size_hint
 from te_dynamo.kernels.runtime.margin import gemm_target
 from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, SEGMENT_MULTIPLE, Stacking
 from te_dynamo.quantized.quantizers import Quantizer
-from te_dynamo.quantized.tensor_proto import TensorProto
 
 __all__ = [
     "MOST_SEGMENTS",
+    "linears_stack",
+    "places_in_stack",
     "quantize_stacked",
     "quantize_stacked_with_amaxes",
     "segments_stack",
@@ -28,30 +30,38 @@ __all__ = [
 ]
 
 
-def _stacks(of_tensors: Callable[..., Any], of_rows: Callable[..., Any]) -> Callable[..., Any]:
+def _stacks(**implementations: Callable[..., Any]) -> Callable[..., Any]:
+    """By what has scales of its own (`Quantizer.stacks`)."""
+
     def run(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: bool, **hint: torch.Tensor) -> list[torch.Tensor]:
         if not quantizer.stacks:
             raise QuantizationError(f"te.quantize_stacked: {quantizer.describe()}: no GEMM multiplies a stack of it")
-        run = of_tensors if quantizer.one_scale else of_rows
-        return run(xs, quantizer.form(), by_columns, **hint)
+        return implementations[quantizer.stacks](xs, quantizer.form(), by_columns, **hint)
 
     return run
 
 
 @te_op(
-    reference=_stacks(kernels.quantize_stacked_reference, rows_of_several.quantize_stacked_rows_reference),
-    kernel=_stacks(kernels.quantize_stacked, rows_of_several.quantize_stacked_rows),
+    reference=_stacks(
+        tensors=kernels.quantize_stacked_reference,
+        rows=rows_of_several.quantize_stacked_rows_reference,
+        blocks=stack.quantize_stacked_blocks_reference,
+    ),
+    kernel=_stacks(
+        tensors=kernels.quantize_stacked,
+        rows=rows_of_several.quantize_stacked_rows,
+        blocks=stack.quantize_stacked_blocks,
+    ),
 )
 def quantize_stacked(xs: list[torch.Tensor], quantizer: Quantizer, by_columns: bool) -> list[torch.Tensor]:
     """The buffers of one tensor that stacks xs, by rows or by columns, each as te.quantize makes it, with its own scales.
 
-    data [M, K], transpose [K, M^16], scale_inv fp32 [len(xs)]. With a scale a row the buffers of a tensor of the stack's shape: of a stack
-    by rows the rows, of one by columns the columns. The stacked sides are two or three multiples of 128.
+    data [M, K], transpose [K, M^16], scale_inv fp32 [len(xs)]. With a scale a block the buffers of the concatenated tensor, with one a row
+    those too: of a stack by rows the rows, of one by columns the columns. The stacked sides are two or three multiples of 128.
     """
-    if quantizer.one_scale:
-        return quantized_stack(xs[0], kernels.stacked_size(xs, by_columns), len(xs), quantizer)
-    shape = rows_of_several.stacked_rows_size(xs, quantizer.rowwise, quantizer.columnwise, by_columns)
-    return TensorProto(shape, xs[0].dtype, quantizer, device=xs[0].device).create_buffers()
+    if quantizer.stacks == "rows":
+        rows_of_several.stacked_rows_size(xs, quantizer.rowwise, quantizer.columnwise, by_columns)
+    return quantized_stack(xs[0], kernels.stacked_size(xs, by_columns), len(xs), quantizer)
 
 
 @te_op(
@@ -65,6 +75,24 @@ def quantize_stacked_with_amaxes(
     return quantized_stack(xs[0], kernels.stacked_size(xs, by_columns), len(xs), quantizer)
 
 
+def linears_stack(quantizer: Quantizer) -> bool:
+    """Whether linears become one in that format. Stacks of blocks have not been timed: they come with the other kernels that have not."""
+    return bool(quantizer.stacks) and (quantizer.stacks != "blocks" or quantizer.fused_producers)
+
+
+def places_in_stack(quantizer: Quantizer, rows: Sequence[int], index: int) -> dict[str, tuple[int, int, int]]:
+    """Buffer name -> (dimension, first, length) of what one tensor has of a stack by rows; rows: of each tensor."""
+    first, length, total = sum(rows[:index]), rows[index], sum(rows)
+    if quantizer.one_scale:
+        return {"data": (0, first, length), "transpose": (1, first, length), "scale_inv": (0, index, 1)}
+    places = {}
+    own = quantizer.form().buffers((length, 1))
+    for name, (shape, _) in quantizer.form().buffers((total, 1)).items():
+        dim = next(dim for dim, sizes in enumerate(zip(shape, own[name][0], strict=True)) if len({*sizes}) > 1)
+        places[name] = dim, first * shape[dim] // total, length * shape[dim] // total
+    return places
+
+
 def segments_stack(segments: Sequence[object]) -> bool:
     """Whether the kernels take stacked sides of those lengths."""
     known = all(isinstance(s, int) and s > 0 and s % SEGMENT_MULTIPLE == 0 for s in segments)
@@ -76,7 +104,7 @@ def stacking_pays(
 ) -> bool:
     """Whether one GEMM of the whole stack has its parts' bits (those along K aside) and takes no longer, by the cost model.
 
-    m, n, k: of the whole; a symbolic one counts as its hint. scaling: "tensor" or "row", what has one scale.
+    m, n, k: of the whole; a symbolic one counts as its hint. scaling: `Request.scaling`, what has one scale in either operand.
     """
     sizes = [size_hint(size) for size in (m, n, k)]
     stacking = Stacking(along, tuple(segments))

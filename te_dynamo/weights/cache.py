@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
+from te_dynamo.dialect.stacked import places_in_stack
 from te_dynamo.errors import KeptWeightError
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
@@ -381,8 +382,7 @@ def _part(
         return buffers
     if not quantizer.reads_as_matrix:
         return {name: buffer.narrow(0, index, 1) for name, buffer in buffers.items()}
-    first, length = sum(rows[:index]), rows[index]
-    places = {"data": (0, first, length), "transpose": (1, first, length), "scale_inv": (0, index, 1)}
+    places = places_in_stack(quantizer, rows, index)
     return {name: buffer.narrow(*places[name]) for name, buffer in buffers.items()}
 
 

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from te_dynamo.dialect.gemm import Gemm, add_bias, gemm
 from te_dynamo.dialect.memory import RESHAPES, is_view
 from te_dynamo.dialect.quantize import quantize
-from te_dynamo.dialect.stacked import MOST_SEGMENTS
+from te_dynamo.dialect.stacked import MOST_SEGMENTS, linears_stack
 from te_dynamo.passes.dialect.graph import calls, item_users
 
 __all__ = ["Linear", "Part", "Sum", "buffer_names", "groups_of_linears", "readers", "source_of"]
@@ -23,14 +23,17 @@ _aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A weight that is a part of a stack which the graph is given (passes/torch_ir/workspaces.py): the stack's buffers, and where."""
+    """A weight that is a part of a stack which the graph is given (passes/torch_ir/workspaces.py): the stack's buffers, and where.
+
+    first, end: rows of the stack. own_scales: (dimension, first, end) of its scales in the stack's.
+    """
 
     data: Node
     scales: Node
     transpose: Node | None
     first: int
     end: int
-    index: int
+    own_scales: tuple[int, int, int]
 
     @property
     def stack(self) -> tuple[Any, ...]:
@@ -88,13 +91,13 @@ def groups_of_linears(graph: Graph) -> Iterator[list[Linear]]:
 def _linear_of(product: Node) -> Linear | None:
     """The linear whose forward product this is, if nothing else reads what it quantizes."""
     asked = Gemm.of(product)
-    if not (asked.a_quantizer.stacks and asked.of_a_linear) or asked.bias is not None:
+    if not (linears_stack(asked.a_quantizer) and asked.of_a_linear) or asked.bias is not None:
         return None
     data, scale = asked.b
     if _slice_of_input(data, 0) is not None:
         return _linear_of_part(product)
-    weight = _quantize_behind(data, "data")
-    if weight is None or _quantize_behind(scale, "scale_inv") is not weight:
+    weight = _quantize_behind(data)
+    if weight is None or _quantize_behind(scale, scales=True) is not weight:
         return None
     if len(source_of(weight).meta["val"].shape) != 2 or not _from_an_input(source_of(weight)):
         return None
@@ -104,7 +107,7 @@ def _linear_of(product: Node) -> Linear | None:
     if not transposed:
         return Linear(weight, product, _biased(product), None, None, None)
     (dgrad,) = transposed
-    if dgrad.target is not gemm or _quantize_behind(_operands(dgrad)[1][0], "transpose") is not weight:
+    if dgrad.target is not gemm or _quantize_behind(_operands(dgrad)[1][0], columnwise=True) is not weight:
         return None
     return _with_backward(weight, product, dgrad)
 
@@ -112,15 +115,19 @@ def _linear_of(product: Node) -> Linear | None:
 def _linear_of_part(product: Node) -> Linear | None:
     """The linear of that forward product by a part of a given stack."""
     data, scale = _operands(product)[1]
-    rows, scales = _slice_of_input(data, 0), _slice_of_input(scale, 0)
+    own = scale.args[0] if scale.target is _aten.clone.default else scale  # of what lies side by side it is a copy
+    rows, dim = _slice_of_input(data, 0), int(_slice_of_input(own, 0) is None)
+    scales = _slice_of_input(own, dim)
     if rows is None or scales is None or set(data.users) != {product}:
         return None
     (stack, first, end), (scale_inv, index, after) = rows, scales
     dgrads = set(scale.users) - {product}
-    if after != index + 1 or len(dgrads) > 1 or not _has_scale_a_part(stack, scale_inv):
+    place = dim, index, after
+    one = after == index + 1 and _has_scale_a_part(stack, scale_inv)
+    if len(dgrads) > 1 or (Gemm.of(product).b_quantizer.one_scale and not one):
         return None
     if not dgrads:
-        return Linear(Part(stack, scale_inv, None, first, end, index), product, _biased(product), None, None, None)
+        return Linear(Part(stack, scale_inv, None, first, end, place), product, _biased(product), None, None, None)
     (dgrad,) = dgrads
     weight = _operands(dgrad)[1] if dgrad.target is gemm else (None, None)
     copied = weight[0] if weight[1] is scale else None
@@ -129,7 +136,7 @@ def _linear_of_part(product: Node) -> Linear | None:
     )
     if columns is None or columns[1:] != (first, end):
         return None
-    return _with_backward(Part(stack, scale_inv, columns[0], first, end, index), product, dgrad)
+    return _with_backward(Part(stack, scale_inv, columns[0], first, end, place), product, dgrad)
 
 
 def _has_scale_a_part(stack: Node, scale_inv: Node) -> bool:
@@ -148,7 +155,7 @@ def _slice_of_input(node: Any, dim: int) -> tuple[Node, int, int] | None:
 
 def _with_backward(weight: Node | Part, product: Node, dgrad: Node) -> Linear | None:
     """The linear with its dgrad and its wgrad, if nothing else reads the gradient that they quantize."""
-    grad = _quantize_behind(_operands(dgrad)[0][0], "data")
+    grad = _quantize_behind(_operands(dgrad)[0][0])
     if grad is None or Gemm.of(dgrad).bias is not None or not Gemm.of(dgrad).of_a_linear:
         return None
     wgrads = _only_readers_of_columns(grad, dgrad)
@@ -156,7 +163,7 @@ def _with_backward(weight: Node | Part, product: Node, dgrad: Node) -> Linear | 
         return None
     wgrad = next(iter(wgrads), None)
     if wgrad is not None and (
-        wgrad.target is not gemm or _quantize_behind(_operands(wgrad)[0][0], "transpose") is not grad
+        wgrad.target is not gemm or _quantize_behind(_operands(wgrad)[0][0], columnwise=True) is not grad
     ):
         return None
     return Linear(weight, product, _biased(product), grad, dgrad, wgrad)
@@ -176,29 +183,32 @@ def _biased(product: Node) -> Node | None:
     return reader if _from_an_input(reader.args[1]) else None  # type: ignore[arg-type]
 
 
-def _quantize_behind(buffer: Any, name: str) -> Node | None:
-    """The te.quantize, of a format that stacks, whose buffer of that name this is."""
+def _quantize_behind(buffer: Any, columnwise: bool = False, scales: bool = False) -> Node | None:
+    """The te.quantize, of a format that stacks, whose codes of that usage this is, or their scales."""
     if not (isinstance(buffer, Node) and buffer.target is operator.getitem):
         return None
     node, index = buffer.args
     if not (isinstance(node, Node) and node.target is quantize and node.args[1].stacks):  # type: ignore[union-attr]
         return None
-    return node if buffer_names(node)[index] == name else None  # type: ignore[index]
+    return node if buffer_names(node)[index] == _operand_names(node, columnwise)[scales] else None  # type: ignore[index]
 
 
 def buffer_names(quantized: Node) -> list[str]:
     return quantized.args[1].buffer_names()  # type: ignore[union-attr]
 
 
+def _operand_names(quantized: Node, columnwise: bool) -> list[str]:
+    """(codes, scales) of one usage."""
+    return quantized.args[1].reading(columnwise).buffer_names()  # type: ignore[union-attr]
+
+
 def _only_readers_of_columns(quantized: Node, product: Node) -> set[Node] | None:
     """The one GEMM that reads the columns of a te.quantize, or none; None where not the product alone reads its rows, or others a scale."""
     by_name = _readers_by_name(quantized)
-    columns = by_name.get("transpose", set())
-    if "columnwise_scale_inv" in by_name:
-        scales_are_theirs = (by_name["scale_inv"], by_name["columnwise_scale_inv"]) == ({product}, columns)
-    else:
-        scales_are_theirs = by_name["scale_inv"] == {product, *columns}
-    return columns if by_name["data"] == {product} and len(columns) <= 1 and scales_are_theirs else None
+    by_rows, by_columns = (_operand_names(quantized, columnwise) for columnwise in (False, True))
+    columns = {reader for name in by_columns for reader in by_name.get(name, ())} - {product}
+    expected = {n: {x for x in (product, *columns) if n in (by_rows if x is product else by_columns)} for n in by_name}
+    return columns if len(columns) <= 1 and by_name == expected else None
 
 
 def _readers_by_name(quantized: Node) -> dict[str, set[Node]]:

@@ -25,18 +25,24 @@ With a scale a row, dgrads stay apart: along K, segments with scales of rows eac
 
 Wgrads stay apart too where a gated unit's backward writes dgate and dup with such scales itself (activation_backward_quantize.py).
 
+With a scale a block, no block is of two tensors: the stack's buffers are those of the concatenation, and each of the three GEMMs is one as any
+other. This has not been timed, and comes with `fused_producers=True` of block scaling and MXFP8.
+
+    after     q: (f8e4m3[2N, K], f32[2N/128, K/128], f8e4m3[K, 2N], f32[K/128, 2N/128]) = te.quantize_stacked([gate.weight, up.weight], e4m3 128x128[row+column], False)
+              y: bf16[M, 2N] = te.gemm([x.data, x.scale_inv], e4m3 1x128[row], [q.data, q.scale_inv], e4m3 128x128[row], bf16, False)
+
 Each tensor keeps its own scales, so forward and the quantized tensors have the bits that they have apart. dx is rounded once,
 where the sum of two GEMMs rounds three times. Weight gradients have the same bits where the GEMMs apart do not cut K.
 
 With biases, `y` is te.add_bias of the product and of all biases, one behind the other. A linear without one among them adds -0.0, which
 changes no bit. Their gradients are sums of their own, as before.
 
-Kept weights (passes/torch_ir/workspaces.py) with one scale each are inputs of the graph as such a stack. Each linear reads slices of it, and the fusion takes the
-slices away.
+Kept weights (passes/torch_ir/workspaces.py) are inputs of the graph as such a stack: those with one scale each, and in blocks those of which
+backward reads nothing. Each linear reads slices of it, and the fusion takes the slices away.
 
 These are left as they are:
 
-- linears of another recipe, with sides that are no multiples of 128, or more than three;
+- linears in NVFP4, with sides that are no multiples of 128, or more than three;
 - results that the graph returns, or that a view cannot read by rows of one stride;
 - a mixture of weights with and without gradient;
 - GEMMs that the cost model finds slower together;
@@ -77,6 +83,7 @@ from te_dynamo.passes.dialect.graph import (
     retrace_views,
     sorted_topologically,
 )
+from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = ["fuse_shared_input"]
 
@@ -109,7 +116,7 @@ def fuse_shared_input(graph: Graph) -> int:
 
 def _sums_dgrads(linears: list[Linear]) -> bool:
     """Whether dgrads of the linears become one."""
-    return linears[0].dgrad is not None and Gemm.of(linears[0].product).a_quantizer.one_scale
+    return linears[0].dgrad is not None and Gemm.of(linears[0].product).a_quantizer.stacks != "rows"
 
 
 # --- judging ------------------------------------------------------------------------------------------------
@@ -162,12 +169,13 @@ def _whole(linears: list[Linear]) -> bool:
     parts = [linear.weight for linear in linears if isinstance(linear.weight, Part)]
     if not parts:
         return True
-    ends = [part.end for part in parts]
-    return (
-        [part.first for part in parts] == [0, *ends[:-1]]
-        and ends[-1] == parts[0].data.meta["val"].shape[0]
-        and [part.index for part in parts] == list(range(parts[0].scales.meta["val"].shape[0]))
-    )
+    rows, scales = parts[0].data.meta["val"].shape[0], parts[0].scales.meta["val"].shape[parts[0].own_scales[0]]
+    return _cover([(p.first, p.end) for p in parts], rows) and _cover([p.own_scales[1:] for p in parts], scales)
+
+
+def _cover(slices: list[tuple[int, int]], size: int) -> bool:
+    edges = [0, *(end for _, end in slices)]
+    return [first for first, _ in slices] == edges[:-1] and edges[-1] == size
 
 
 def _pays(linears: list[Linear]) -> bool:
@@ -205,10 +213,10 @@ def _views_of_slices(linears: list[Linear]) -> dict[Node, Any] | None:
 
 
 def _quantized_where_made(linears: list[Linear]) -> bool:
-    """Whether a gated unit's backward writes each gradient with scales of its own: to stack them, it would have to write 16 bits too."""
+    """Whether a gated unit's backward writes each gradient with scales of rows: to stack them, it would have to write 16 bits too."""
     grads: list[Any] = [linear.grad for linear in linears if linear.grad is not None]
     made = {node for grad in grads for node in source_of(grad).all_input_nodes}
-    apart = all(grad.args[1].fused_producers and not grad.args[1].one_scale for grad in grads)
+    apart = all(grad.args[1].fused_producers and grad.args[1].stacks == "rows" for grad in grads)
     return apart and len(made) == 1 and made.pop().target is gated_backward
 
 
@@ -224,8 +232,8 @@ def _stack(graph: Graph, linears: list[Linear], total: Sum | None) -> None:
     bias = _stacked_biases(graph, linears)
     dtype = first.result.meta["val"].dtype
     of_product = dtype if bias is None else torch.float32
-    stacked = asked._replace(b=_operand(weights, columnwise=False), out_dtype=of_product, along="N", segments=segments)
-    result = call_like(graph, gemm, stacked, first.product)
+    b = _operand(weights, asked.b_quantizer)
+    result = call_like(graph, gemm, _stacked(asked, "N", segments)._replace(b=b, out_dtype=of_product), first.product)
     if bias is not None:
         result = call_like(graph, add_bias, (result, bias, dtype), first.result)
     _take_slices(graph, result, 1, [linear.result for linear in linears])
@@ -270,17 +278,22 @@ def _stacked_biases(graph: Graph, linears: list[Linear]) -> Node | None:
     return call_like(graph, _aten.cat.default, (parts,), linears[0].product)
 
 
-def _operand(buffers: dict[str, Node], columnwise: bool) -> list[Node]:
-    """What a GEMM reads of those buffers."""
-    scales = "columnwise_scale_inv" if columnwise and "columnwise_scale_inv" in buffers else "scale_inv"
-    return [buffers["transpose" if columnwise else "data"], buffers[scales]]
+def _operand(buffers: dict[str, Node], quantizer: Quantizer) -> list[Node]:
+    """What a GEMM reads of those buffers. quantizer: the operand's, of one usage."""
+    return [buffers[name] for name in quantizer.buffer_names()]
+
+
+def _stacked(asked: Any, along: str, segments: list[int]) -> Any:
+    """The GEMM of the stack; with scales of blocks it is one as any other."""
+    return asked if asked.a_quantizer.stacks == "blocks" else asked._replace(along=along, segments=segments)
 
 
 def _stack_dgrads(
     graph: Graph, dgrad: Node, segments: list[int], grads: dict[str, Node], weights: dict[str, Node], total: Sum
 ) -> None:
-    asked, a, b = Gemm.of(dgrad), _operand(grads, columnwise=False), _operand(weights, columnwise=True)
-    dx = call_like(graph, gemm, asked._replace(a=a, b=b, along="K", segments=segments), dgrad)
+    asked = Gemm.of(dgrad)
+    a, b = _operand(grads, asked.a_quantizer), _operand(weights, asked.b_quantizer)
+    dx = call_like(graph, gemm, _stacked(asked, "K", segments)._replace(a=a, b=b), dgrad)
     if total.view is not None:
         dx = reshaped_like(graph, dx, total.view)
     for other in total.others:
@@ -289,7 +302,8 @@ def _stack_dgrads(
 
 
 def _stack_wgrads(graph: Graph, wgrads: list[Node], segments: list[int], grads: dict[str, Node]) -> None:
-    stacked = Gemm.of(wgrads[0])._replace(a=_operand(grads, columnwise=True), along="M", segments=segments)
+    asked = Gemm.of(wgrads[0])
+    stacked = _stacked(asked, "M", segments)._replace(a=_operand(grads, asked.a_quantizer))
     _take_slices(graph, call_like(graph, gemm, stacked, wgrads[0]), 0, wgrads)
 
 
@@ -308,7 +322,7 @@ def _erase_sum(graph: Graph, linears: list[Linear], total: Sum) -> None:
 def _quantize_all(graph: Graph, quantized: list[Node], by_columns: bool) -> dict[str, Node]:
     """Buffer name -> node, of one te.quantize_stacked in place of several te.quantize."""
     quantizer: Any = quantized[0].args[1]
-    if not quantizer.one_scale:  # side by side in a row, each has scales of its own
+    if quantizer.stacks == "rows":  # side by side in a row, each has scales of its own
         quantizer = quantizer.reading(columnwise=by_columns)
     stack = call_like(
         graph, quantize_stacked, ([source_of(node) for node in quantized], quantizer, by_columns), quantized[-1]

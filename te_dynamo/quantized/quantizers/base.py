@@ -11,7 +11,7 @@ import enum
 import functools
 import operator
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -56,9 +56,10 @@ class Quantizer(metaclass=OpaqueMeta):
     one_pass = False  # as this
     """Whether a compiled graph guesses the scale of what it quantizes, and casts again where the guess was wrong (lowering/one_pass.py)."""
 
-    stacks: ClassVar[bool] = False
-    """Whether tensors of several linears may be one operand (te.quantize_stacked): weights in forward and gradients in wgrad; with
-    `one_scale` both in dgrad too, where segments with scales of rows each would have to be scaled apart before they are added."""
+    stacks: ClassVar[Literal["", "tensors", "rows", "blocks"]] = ""
+    """What has scales of its own where tensors of several linears are one operand (te.quantize_stacked), "" where none may be: weights in
+    forward and gradients in wgrad; of "tensors", and of "blocks", both in dgrad too, where segments with scales of "rows" each would have to
+    be scaled apart before they are added. Of "blocks" the stack is a tensor as any other."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

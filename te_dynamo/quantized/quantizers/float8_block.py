@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -31,6 +31,8 @@ class Float8BlockQuantizer(Float8Quantizer):
 
     1D columns are quantized on their own; 2D columns are the transposed rows.
     """
+
+    stacks: ClassVar[Literal["blocks"]] = "blocks"
 
     block_dims: int = 1
     power_of_two_scale: bool = True

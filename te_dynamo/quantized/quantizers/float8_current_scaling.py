@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -31,7 +31,7 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
 
     one_scale: ClassVar[bool] = True
     fused_producers = True
-    stacks: ClassVar[bool] = True
+    stacks: ClassVar[Literal["tensors"]] = "tensors"
 
     def __post_init__(self) -> None:
         super().__post_init__()

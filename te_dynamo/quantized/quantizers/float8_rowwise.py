@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -30,7 +30,7 @@ class Float8RowwiseQuantizer(RowScalesQuantizer):
     Columns are the rows of x^T, quantized on their own.
     """
 
-    stacks: ClassVar[bool] = True
+    stacks: ClassVar[Literal["rows"]] = "rows"
 
     fused_producers: bool = False
 

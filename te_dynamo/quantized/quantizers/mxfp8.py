@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -34,6 +34,8 @@ class MXFP8Quantizer(Float8Quantizer):
     With scale_block=32 columns are not transposed; with 128 they are the rows of x^T. 1D columns are quantized on their own. 2D columns are the
     same values: of blocks of 32 `data` is both usages', and there is no columnwise_data.
     """
+
+    stacks: ClassVar[Literal["blocks"]] = "blocks"
 
     scale_block: int = 32
     block_dims: int = 1

@@ -237,6 +237,16 @@ CASES: dict[str, Case] = {
         lambda: ([bf16(19, 128), bf16(19, 256)], Float8RowwiseQuantizer(rowwise=False), True),
         "quantize_stacked_rows_kernel -> data, scale_inv",
     ),
+    "quantize_stacked_blocks": (
+        te.quantize_stacked,
+        lambda: ([bf16(128, 64), bf16(256, 64)], Float8BlockQuantizer(), False),
+        "produce_kernel -> data, scale_inv, transpose, columnwise_scale_inv",
+    ),
+    "quantize_stacked_blocks_columns": (
+        te.quantize_stacked,
+        lambda: ([bf16(19, 128), bf16(19, 256)], MXFP8Quantizer(), True),
+        "produce_kernel -> data, scale_inv, transpose, columnwise_scale_inv",
+    ),
     "quantize_stacked_with_amaxes": (
         te.quantize_stacked_with_amaxes,
         lambda: ([bf16(128, 64), bf16(256, 64)], ROWS, False, [f32(512), f32(1)]),

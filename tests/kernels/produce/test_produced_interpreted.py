@@ -25,6 +25,7 @@ from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.kernels.norm import add, modulate, norm
 from te_dynamo.kernels.norm import kernels as norm_kernels
 from te_dynamo.kernels.produce import rows
+from te_dynamo.kernels.produce.stack import quantize_stacked_blocks, quantize_stacked_blocks_reference
 from te_dynamo.kernels.quantize.formats import reference_of
 from te_dynamo.kernels.tiles import fp8
 
@@ -86,6 +87,16 @@ def of_halves(make: Any, form: Form, keep: bool, kind: str = "silu") -> Pair:
     return fused, [grad] * keep + reference_of(grad, form)
 
 
+def of_stacked_gradients(make: Any, form: Form, keep: bool, kind: str = "silu") -> Pair:
+    """Of widths that stack; others are an error."""
+    dy, gate, up = (make(number).repeat(1, 128)[:, :128] for number in (1, 0, 2))
+    if isinstance(form, RowForm):
+        return [], []
+    grads = gated.gated_backward(dy, gate, up, kind)
+    fused = gated.gated_backward_quantize(dy, gate, up, kind, form, keep, stacked=True)
+    return fused, [*grads] * keep + reference_of(torch.cat(grads, -1), form)
+
+
 def of_rms_norm(make: Any, form: Form, keep: bool, how: tuple[bool, bool, bool] = (True, False, False)) -> Pair:
     x, (weighted, *modes) = make(0), how
     w = make(2)[0].float() if modes[0] else make(2)[0] if weighted else None
@@ -123,7 +134,7 @@ def of_modulated_norm(make: Any, form: Form, keep: bool) -> Pair:
 
 
 PRODUCERS = (
-    *(of_activation, of_activation_backward, of_gated, of_gradients, of_halves),
+    *(of_activation, of_activation_backward, of_gated, of_gradients, of_halves, of_stacked_gradients),
     *(of_rms_norm, of_layer_norm, of_rounded_norm, of_added_norm, of_modulated_norm),
 )
 
@@ -194,7 +205,23 @@ def any_shape(rows: int, columns: int, producer: Any, form_of: Any, usage: tuple
     check(producer, "normal", (rows, columns), BF16, form_of(usage), keep)
 
 
-PARTS = {function.__name__: function for function in (forms, values, options, any_shape)}
+def stacks() -> None:
+    """Tensors in one stack, by rows and by columns, are their concatenation, also where values are no numbers and the other side is odd."""
+    kinds, dtypes = ("normal", "zeros", "huge", "denormals", "inf", "nan"), (BF16, FP32, FP16)
+    cases = itertools.product(FORMS[:8], USAGES, (False, True))
+    for number, (form_of, usage, by_columns) in enumerate(cases):
+        other, sides = (40, 136, 7)[number // 2 % 3], ((128, 256), (256, 128, 128))[number % 5 // 3]
+        kind, dtype, form = kinds[number % 6], dtypes[number // 3 % 3], form_of(usage)
+        shapes = [(other, side) if by_columns else (side, other) for side in sides]
+        xs = [make_input("normal" if i == 1 else kind, shape, dtype, seed=i) for i, shape in enumerate(shapes)]
+        expected = quantize_stacked_blocks_reference(xs, form, by_columns)
+        assert_same_bits(expected, reference_of(torch.cat(xs, int(by_columns)), form), ("reference", number))
+        assert_same_bits(
+            quantize_stacked_blocks(xs, form, by_columns), expected, (form, by_columns, shapes, kind, dtype)
+        )
+
+
+PARTS = {function.__name__: function for function in (forms, values, options, any_shape, stacks)}
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.graphs.graph_builder import E5M2, Builder, te
+from helpers.kernels.kernel_cases import assert_same_bits
 from helpers.models.snapshot_models import compiled_run
 from torch import nn
 
@@ -52,13 +53,24 @@ def test_codes_do_not_take_dys_place(quantizer: Quantizer) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("quantizer", BLOCKS, ids=lambda quantizer: quantizer.describe())
-def test_two_gradients_in_blocks_are_no_stack(quantizer: Quantizer, device: str) -> None:
+def test_two_gradients_in_rows_are_no_stack(device: str) -> None:
     gradients = [torch.empty(128, 128, dtype=torch.bfloat16, device=device) for _ in range(3)]
-    with pytest.raises(
-        QuantizationError, match="stacked=True takes one scale a tensor; without it each gradient has buffers"
-    ):
-        te.gated_backward_quantize.default(*gradients, "silu", quantizer, False, True)
+    with pytest.raises(QuantizationError, match="stacked=True takes one scale a tensor or a block; without it each"):
+        te.gated_backward_quantize.default(*gradients, "silu", BLOCKS[-1], False, True)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("quantizer", BLOCKS[:-1], ids=lambda quantizer: quantizer.describe())
+def test_two_gradients_in_blocks_are_their_concatenation(quantizer: Quantizer, keep: bool) -> None:
+    torch.manual_seed(0)
+    given = *(torch.randn(40, 128, dtype=torch.bfloat16) for _ in range(3)), "silu"
+    grads = te.gated_backward.default(*given)
+    whole = te.quantize.default(torch.cat(grads, 1), quantizer)
+    assert_same_bits(te.quantize_stacked.default(list(grads), quantizer, True), whole)
+    stack = te.gated_backward_quantize.default(*given, quantizer, keep, True)
+    assert_same_bits(stack, [*grads] * keep + whole)
+    fakes = te.gated_backward_quantize.default(*(x.to("meta") for x in given[:3]), "silu", quantizer, keep, True)
+    assert [(x.shape, x.dtype) for x in fakes] == [(x.shape, x.dtype) for x in stack]
 
 
 class Residual(nn.Module):

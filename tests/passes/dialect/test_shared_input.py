@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from helpers.kernels.kernel_cases import assert_same_bits
 from helpers.models.snapshot_models import capture_inference, capture_training, compiled_run
 from helpers.slow import slow_but
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import te_dynamo
+from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
 
 HIDDEN = 64
 
@@ -49,10 +51,35 @@ class Rotary(Linears):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
 
 
+class SwiGLU(Linears):
+    """Whose gradients one operation writes."""
+
+    widths = (128, 128)
+
+    def mix(self, *results: Tensor) -> Tensor:
+        return F.silu(results[0]) * results[1]
+
+
 class Biased(Linears):
     """As in Whisper: k has no bias."""
 
     biases = (True, False, True)
+
+
+IN_BLOCKS = [
+    Float8BlockScaling(fused_producers=True),
+    Float8BlockScaling(weight_block_dims=1, power_of_two_scales=False, fused_producers=True),
+    MXFP8BlockScaling(fused_producers=True),
+    MXFP8BlockScaling(weight_block_dims=2, fused_producers=True),
+    MXFP8BlockScaling(scale_block=128, fused_producers=True),
+    MXFP8BlockScaling(scale_block=128, weight_block_dims=2, fused_producers=True),
+]
+
+
+def one_gemm(text: str) -> bool:
+    """Whether linears became one in that graph, which has linears."""
+    assert "te.gemm(" in text
+    return "te.quantize_stacked(" in text
 
 
 def lines(text: str, *operations: str) -> str:
@@ -141,6 +168,33 @@ gemm_3: bf16[512, 64] = te.gemm([quantize_stacked[0], quantize_stacked[1]], e5m2
     )
 
 
+def test_a_scale_a_block() -> None:
+    """The buffers are those of the concatenation, and each GEMM is one as any other; of blocks of 32x32 both usages read one `data`."""
+    graphs = capture_training(
+        Linears, (32, HIDDEN), "cpu", recipe=MXFP8BlockScaling(weight_block_dims=2, fused_producers=True)
+    )
+    text = lines(graphs["joint"], "te.quantize", "te.gemm", "te.quantize_stacked", "aten.slice")
+    assert_expected_inline(
+        text,
+        """\
+quantize: (f8e4m3[32, 64], u8[128, 4], f8e4m3[32, 64], u8[4, 128]) = te.quantize(x, mxfp8[row+column, fused])
+quantize_stacked: (f8e4m3[512, 64], u8[512, 4], u8[16, 128]) = te.quantize_stacked([linears.0.weight, linears.1.weight, linears.2.weight], mxfp8[row+column, 32x32, fused], by_columns=False)
+gemm: bf16[32, 512] = te.gemm([quantize[0], quantize[1]], mxfp8[row, fused], [quantize_stacked[0], quantize_stacked[1]], mxfp8[row, 32x32, fused], bf16, fast_accum=False)
+slice: bf16[32, 256] = aten.slice(gemm, 1, 0, 256)
+slice_1: bf16[32, 128] = aten.slice(gemm, 1, 256, 384)
+slice_2: bf16[32, 128] = aten.slice(gemm, 1, 384, 512)
+slice_3: bf16[32, 256] = aten.slice(tangents_1, 1, 0, 256)
+slice_4: bf16[32, 128] = aten.slice(tangents_1, 1, 256, 384)
+slice_5: bf16[32, 128] = aten.slice(tangents_1, 1, 384, 512)
+quantize_stacked_1: (f8e4m3[32, 512], u8[128, 16], f8e4m3[32, 512], u8[4, 512]) = te.quantize_stacked([clone_2, clone_1, clone], mxfp8[row+column, fused], by_columns=True)
+gemm_1: bf16[32, 64] = te.gemm([quantize_stacked_1[0], quantize_stacked_1[1]], mxfp8[row, fused], [quantize_stacked[0], quantize_stacked[2]], mxfp8[column, 32x32, fused], bf16, fast_accum=False)
+gemm_2: bf16[512, 64] = te.gemm([quantize_stacked_1[2], quantize_stacked_1[3]], mxfp8[column, fused], [quantize[2], quantize[3]], mxfp8[column, fused], bf16, fast_accum=False)
+slice_6: bf16[128, 64] = aten.slice(gemm_2, start=384, end=512)
+slice_7: bf16[128, 64] = aten.slice(gemm_2, start=256, end=384)
+slice_8: bf16[256, 64] = aten.slice(gemm_2, start=0, end=256)""",
+    )
+
+
 def test_inference_stacks_all() -> None:
     graphs = capture_inference(Rotary, (1, 32, HIDDEN), "cpu")
     assert graphs["inference"].count("along='N'") == graphs["inference"].count("= te.gemm(") == 1
@@ -161,17 +215,18 @@ cat_1: bf16[32, 512] = aten.cat([add, add_1, add_2], -1)""",
     assert graphs["joint"].count(", along='") == 3 and graphs["joint"].count("= te.bias_grad(") == 2
 
 
-def test_kept_weights_with_biases_are_one() -> None:
+@pytest.mark.parametrize("recipe", ["float8_current_scaling", *IN_BLOCKS], ids=str)
+def test_kept_weights_with_biases_are_one(recipe: object) -> None:
     model = Biased().bfloat16()
     x = torch.randn(32, HIDDEN, dtype=torch.bfloat16)
-    run = torch.compile(model, backend="te", options={"codegen": "eager"})
+    run = torch.compile(model, backend="te", options={"codegen": "eager", "recipe": recipe})
     with torch.no_grad():
         expected = run(x)
         te_dynamo.freeze(model)
         with te_dynamo.capture() as graphs:
             assert torch.equal(run(x), expected)
-    assert "te.quantize_stacked(" not in graphs["inference"]
-    assert graphs["inference"].count("along='N'") == graphs["inference"].count("= te.gemm(") == 1
+    assert "te.quantize_stacked(" not in graphs["inference"] and "aten.clone(" not in graphs["inference"]
+    assert graphs["inference"].count("= te.gemm(") == 1
 
 
 # -- refused -----------------------------------------------------------------------------------------
@@ -257,9 +312,10 @@ class OneFrozen(Linears):
         return self.mix(self.linears[0](x), F.linear(x, self.frozen))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("recipe", ["float8_current_scaling", IN_BLOCKS[0]], ids=["tensors", "blocks"])
 @pytest.mark.parametrize("model", [Narrow, Four, Returned, Flattened, UnboundAndFlattened, Strided, ReadByGelu])
-def test_left_apart(model: type[nn.Module]) -> None:
-    assert "stacked" not in capture_inference(model, (32, HIDDEN), "cpu")["inference"]
+def test_left_apart(model: type[nn.Module], recipe: object) -> None:
+    assert not one_gemm(capture_inference(model, (32, HIDDEN), "cpu", recipe=recipe)["inference"])
 
 
 class OfTwoCheckpoints(Linears):
@@ -271,14 +327,15 @@ class OfTwoCheckpoints(Linears):
         return self.mix(*(checkpoint(lambda x, f=f: f(x).sin(), x, use_reentrant=False) for f in self.linears))
 
 
+@pytest.mark.parametrize("recipe", ["float8_current_scaling", IN_BLOCKS[0]], ids=["tensors", "blocks"])
 @pytest.mark.parametrize("model", [Tied, OneFrozen, OfTwoCheckpoints])
-def test_left_apart_in_training(model: type[nn.Module]) -> None:
-    assert "stacked" not in capture_training(model, (32, HIDDEN), "cpu")["joint"]
+def test_left_apart_in_training(model: type[nn.Module], recipe: object) -> None:
+    assert not one_gemm(capture_training(model, (32, HIDDEN), "cpu", recipe=recipe)["joint"])
 
 
-def test_other_recipes_are_left_apart() -> None:
-    graphs = capture_inference(Linears, (32, HIDDEN), "cpu", recipe="float8_block_scaling")
-    assert "te.gemm(" in graphs["inference"] and "stacked" not in graphs["inference"]
+@pytest.mark.parametrize("recipe", ["float8_block_scaling", "mxfp8", "nvfp4"])
+def test_what_was_not_timed_and_other_recipes_are_left_apart(recipe: str) -> None:
+    assert not one_gemm(capture_inference(Linears, (32, HIDDEN), "cpu", recipe=recipe)["inference"])
 
 
 def test_a_gradient_that_others_add_to() -> None:
@@ -315,6 +372,44 @@ def test_numbers_with_a_scale_a_row_are_those_apart(model: type[nn.Module]) -> N
     assert all(map(torch.equal, together.outputs, apart.outputs))
     for name, gradient in together.gradients.items():
         assert torch.equal(gradient, apart.gradients[name]) and gradient.count_nonzero() > 0, name
+
+
+@pytest.mark.one_fast_case
+@pytest.mark.parametrize("model", slow_but(1, [Linears, Biased, Rotary, SwiGLU]))
+@pytest.mark.parametrize("recipe", slow_but(1, IN_BLOCKS), ids=str)
+def test_numbers_with_a_scale_a_block_are_those_apart(model: type[nn.Module], recipe: Recipe) -> None:
+    """In every bit, but that the input's gradient is rounded once: it is that of the one linear that the linears are together."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 128, HIDDEN, dtype=torch.bfloat16)
+    together, apart = (
+        compiled_run(model, {"codegen": "eager", "fusions": fusions, "recipe": recipe})(x) for fusions in (True, False)
+    )
+    assert all(map(torch.equal, together.outputs, apart.outputs))
+    for name, gradient in together.gradients.items():
+        expected = apart.gradients[name]
+        assert torch.equal(gradient, expected) == (name != "x") and gradient.count_nonzero() > 0, name
+    error = (together.gradients["x"] - apart.gradients["x"]).double().norm() / apart.gradients["x"].double().norm()
+    assert error < 3 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("recipe", IN_BLOCKS, ids=str)
+def test_a_stack_in_blocks_is_one_linear_of_both_weights(recipe: Recipe) -> None:
+    """Every gradient in every bit, also of values that are no numbers."""
+
+    class Two(Linears):
+        widths = (256, 128)
+
+    class One(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = torch.cat([linear.weight for linear in self.linears])  # type: ignore[misc]
+            return self.mix(*F.linear(x, weight).split([256, 128], -1))
+
+    torch.manual_seed(0)
+    x = torch.randn(1, 128, HIDDEN, dtype=torch.bfloat16)
+    x[0, 5], x[0, 7, 3], x[0, 9, 4] = 0.0, float("inf"), float("nan")
+    stacked, one = (compiled_run(model, {"codegen": "eager", "recipe": recipe})(x) for model in (Two, One))
+    assert_same_bits(stacked.outputs, one.outputs)
+    assert_same_bits([*stacked.gradients.values()], [*one.gradients.values()])
 
 
 @pytest.mark.one_fast_case
