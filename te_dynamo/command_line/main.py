@@ -13,6 +13,7 @@ import difflib
 import gc
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -63,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
         """Names the command, and the option that is near, of what no option is: argparse itself has neither."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            options = parsed.command._option_string_actions
+            options = re.findall(r"--[\w-]+", parsed.command.format_help())
             near = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
             hint = f", did you mean {near[0]}?" if near else ""
             parsed.command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")

@@ -259,18 +259,18 @@ def test_other_quantizers_draw_nothing() -> None:
 
 
 def test_what_kernels_can_do_for_each_format() -> None:
-    abilities = ("one_scale", "fused_producers", "stacks")
-    formats = {format.__name__: [name for name in abilities if getattr(format, name)] for format in QUANTIZERS}
+    found = {}
     for format in QUANTIZERS:
-        formats[format.__name__] += ["fuses_sums"] * format().fuses_sums()
-    assert formats == {
-        "Float8CurrentScalingQuantizer": [*abilities, "fuses_sums"],
-        "Float8BlockQuantizer": [],  # off until it is measured
-        "Float8GroupedQuantizer": [],
-        "Float8GroupedRowwiseQuantizer": [],
-        "Float8RowwiseQuantizer": ["stacks", "fuses_sums"],
-        "MXFP8Quantizer": [],
-        "NVFP4Quantizer": [],
+        abilities = [name for name in ("one_scale", "fused_producers") if getattr(format, name)]
+        found[format.__name__] = format.stacks, abilities + ["fuses_sums"] * format().fuses_sums()
+    assert found == {
+        "Float8CurrentScalingQuantizer": ("tensors", ["one_scale", "fused_producers", "fuses_sums"]),
+        "Float8BlockQuantizer": ("blocks", []),  # off until it is measured, stacks too
+        "Float8GroupedQuantizer": ("", []),
+        "Float8GroupedRowwiseQuantizer": ("", []),
+        "Float8RowwiseQuantizer": ("rows", ["fuses_sums"]),
+        "MXFP8Quantizer": ("blocks", []),
+        "NVFP4Quantizer": ("", []),
     }
 
 
