@@ -195,8 +195,8 @@ class Float8BlockScaling(Recipe):
     backward_format: of gradients, "e4m3" or "e5m2". Inputs and weights are e4m3.
     power_of_two_scales: round each scale down to a power of two.
     amax_epsilon: lower bound of a block's amax before the scale is computed.
-    fused_producers: norms, activations and their gradients write the blocks, and GEMMs add residuals, for 0.63 to 0.76 of the bytes beside the
-        GEMMs. Off, as its time has not been measured.
+    fused_producers: norms, activations and their gradients write the blocks, GEMMs add residuals, and linears of one input are one GEMM, for
+        0.63 to 0.76 of the bytes beside the GEMMs. Off, as its time has not been measured.
     """
 
     name: ClassVar[str] = "float8_block_scaling"
@@ -237,8 +237,8 @@ class MXFP8BlockScaling(_OneQuantizer):
     weight_block_dims: 1, or 2 for one scale for as many rows of a weight, written once for each: still valid MXFP8. Forward and backward then
         multiply by the same weight, which is quantized once, and travels in FP8 under FSDP2 (docs/distributed.md).
     backward_format: of gradients, "e4m3" or "e5m2". Inputs and weights are e4m3.
-    fused_producers: norms, activations and their gradients write the blocks, and GEMMs add residuals, for 0.63 to 0.76 of the bytes beside the
-        GEMMs. Off, as its time has not been measured.
+    fused_producers: norms, activations and their gradients write the blocks, GEMMs add residuals, and linears of one input are one GEMM, for
+        0.63 to 0.76 of the bytes beside the GEMMs. Off, as its time has not been measured.
     """
 
     name: ClassVar[str] = "mxfp8"
