@@ -44,7 +44,8 @@ class ModelOpt(Form):
             if path not in layers:
                 return ""
             algorithm = layers[path]["quant_algo"]
-        return named_kind("quant_algo", algorithm, _ALGORITHMS)
+        upper = algorithm.upper() if isinstance(algorithm, str) else algorithm  # it writes fp8_pb_wo, and FP8
+        return named_kind("quant_algo", upper, _ALGORITHMS)
 
     def configuration(self, kinds: Mapping[str, str], left: Collection[str], powers_of_two: bool) -> dict[str, Any]:
         named = {kind: algorithm for algorithm, kind in reversed(_ALGORITHMS.items())}

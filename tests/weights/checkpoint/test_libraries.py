@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.weights.tiny_llama import IDS, linears, llama
 from torch import Tensor, nn
 
 import te_dynamo
@@ -23,18 +27,7 @@ pytestmark = [
 ]
 transformers = pytest.importorskip("transformers")
 
-IDS = torch.arange(64)[None] * 5 % 64
-
-
-def llama() -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=64)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    return {path: each for path, each in model.named_modules() if isinstance(each, nn.Linear) and path != "lm_head"}
+TESTS = Path(__file__).parents[2]
 
 
 def assert_holds(model: nn.Module, meant: dict[str, Tensor], kind: str, rtol: float = 0) -> None:
@@ -117,6 +110,52 @@ def test_explain_leaves_compressed_tensors_compressed(tmp_path: Path) -> None:
         te_dynamo.explain(model, IDS)
         assert {module.weight.dtype for module in linears(model).values()} == {torch.float8_e4m3fn}
         assert model(IDS).logits.isfinite().all()
+
+
+# ---- Model Optimizer
+
+MODEL_OPTIMIZER = {
+    "FP8_DEFAULT_CFG": "tensor",
+    "FP8_PER_CHANNEL_PER_TOKEN_CFG": "row",
+    "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": "block",
+}
+"""Those that it computes on a CPU."""
+
+WRITE = """
+import sys
+import modelopt.torch.quantization as quantization, torch
+from helpers.weights.tiny_llama import IDS, linears, llama
+from modelopt.torch.export import export_hf_checkpoint
+
+for preset in sys.argv[2:]:
+    folder, model = f"{sys.argv[1]}/{preset}", llama()
+    model.config.architectures = ["LlamaForCausalLM"]
+    quantization.quantize(model, getattr(quantization, preset), lambda model: model(IDS))
+    weights = {path: each.weight.detach().clone() for path, each in linears(model).items()}
+    export_hf_checkpoint(model, export_dir=folder)  # gives q, k and v one scale
+    meant = {path: model.get_submodule(path).weight_quantizer(weight).detach() for path, weight in weights.items()}
+    torch.save(meant, folder + "/meant.pt")
+"""
+"""In a process of its own: its import changes other libraries."""
+
+
+@pytest.fixture(scope="module")
+def of_model_optimizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if importlib.util.find_spec("modelopt") is None:
+        pytest.skip("needs nvidia-modelopt")
+    folder = tmp_path_factory.mktemp("modelopt")
+    subprocess.run([sys.executable, "-c", WRITE, str(folder), *MODEL_OPTIMIZER], check=True, cwd=TESTS)
+    return folder
+
+
+@pytest.mark.parametrize("preset", MODEL_OPTIMIZER)
+def test_model_optimizer_wrote_it(preset: str, of_model_optimizer: Path) -> None:
+    folder = of_model_optimizer / preset
+    model, files = te_dynamo.load_checkpoint(llama(), folder), Files(folder)
+    # What it computes with before it writes is rounded otherwise: here and there by one code.
+    assert_holds(model, torch.load(folder / "meant.pt"), MODEL_OPTIMIZER[preset], rtol=2**-3)
+    for path, module in linears(model).items():
+        assert torch.equal(module.weight._data.view(torch.uint8), files[f"{path}.weight"].view(torch.uint8))
 
 
 # ---- transformers
