@@ -55,6 +55,7 @@ def case(target: Target, a: str, b: str, columnwise: tuple[bool, bool] = (False,
         args={**pointers, "M": "i32", "N": "i32", "K": "i32"},
         constants={
             **{"A_COLUMNWISE": columnwise[0], "B_COLUMNWISE": columnwise[1], "HAS_BIAS": c == "*fp32"},
+            "addend": None,
             **tile(target, packed),
         },
         aligned=(*pointers, "N", "K"),
