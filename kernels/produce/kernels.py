@@ -19,7 +19,12 @@ def made_part(given, rows, MADE: tl.constexpr, AGAIN: tl.constexpr = False):
     MADE: (HOW of sources.py, ROUNDED_TO, KEEP_OUTPUT, COUNT, PACKED, WHOLE). Elements of both are more than a thread's registers: they are
     made for the first, and AGAIN for the second.
     """
-    HOW, ROUNDED_TO, KEEP_OUTPUT, COUNT, PACKED, WHOLE = MADE
+    HOW: tl.constexpr = MADE[0]
+    ROUNDED_TO: tl.constexpr = MADE[1]
+    KEEP_OUTPUT: tl.constexpr = MADE[2]
+    COUNT: tl.constexpr = MADE[3]
+    PACKED: tl.constexpr = MADE[4]
+    WHOLE: tl.constexpr = MADE[5]
     inputs, strides, place, y, second_y, first_place, second_place = given
     DTYPE: tl.constexpr = tl.bfloat16 if ROUNDED_TO == "bf16" else tl.float16 if ROUNDED_TO == "fp16" else tl.float32
     KEPT: tl.constexpr = y.dtype.element_ty if KEEP_OUTPUT else DTYPE
@@ -64,8 +69,11 @@ def store_sums(sums, pairs, row, column, K, HEIGHT: tl.constexpr, PACKED: tl.con
 @triton.jit
 def produce_block_tile(given, sums, first, second, MADE: tl.constexpr, FORM: tl.constexpr, SUMS: tl.constexpr):
     """A tile in blocks of 128 (block_kernels.py), in quarters. first, second: (buffers, place) of the result, of the second gradient."""
-    HOW, _, _, COUNT, PACKED, WHOLE = MADE
-    _, _, _, _, _, _, _, ROWS = FORM
+    HOW: tl.constexpr = MADE[0]
+    COUNT: tl.constexpr = MADE[3]
+    PACKED: tl.constexpr = MADE[4]
+    WHOLE: tl.constexpr = MADE[5]
+    ROWS: tl.constexpr = FORM[7]
     row, column, _, K = given[2]
     x0, z0 = made_part(given, quarter_rows(0, ROWS), MADE)
     x1, z1 = made_part(given, quarter_rows(1, ROWS), MADE)
@@ -91,8 +99,11 @@ def produce_block_tile(given, sums, first, second, MADE: tl.constexpr, FORM: tl.
 @triton.jit
 def produce_mxfp8_tile(given, sums, first, second, MADE: tl.constexpr, FORM: tl.constexpr, SUMS: tl.constexpr):
     """The same in blocks of 32, or of 128 along rows alone (mxfp8_kernels.py), in halves of words; `transpose` is in the order of the result."""
-    HOW, _, _, COUNT, PACKED, WHOLE = MADE
-    _, _, _, _, _, _, BLOCK_M, _ = FORM
+    HOW: tl.constexpr = MADE[0]
+    COUNT: tl.constexpr = MADE[3]
+    PACKED: tl.constexpr = MADE[4]
+    WHOLE: tl.constexpr = MADE[5]
+    BLOCK_M: tl.constexpr = FORM[6]
     row, column, _, K = given[2]
     if PACKED:
         x0, z0 = made_part(given, half_rows(0, BLOCK_M), MADE)

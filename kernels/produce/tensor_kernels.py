@@ -166,7 +166,12 @@ def add_parts(sums, dbias, K, PARTS: tl.constexpr, BLOCK_K: tl.constexpr):
 def made_quarter(given, amaxes, MADE: tl.constexpr, CODE: tl.constexpr, J: tl.constexpr):
     """(codes of quarter J of the result, of the second gradient, amaxes of both with those that are given); written if it is kept."""
     inputs, strides, place, outputs, scales = given
-    HOW, DTYPE, KEEP_OUTPUT, PASS, BLOCK_M, BLOCK_K = MADE
+    HOW: tl.constexpr = MADE[0]
+    DTYPE: tl.constexpr = MADE[1]
+    KEEP_OUTPUT: tl.constexpr = MADE[2]
+    PASS: tl.constexpr = MADE[3]
+    BLOCK_M: tl.constexpr = MADE[4]
+    BLOCK_K: tl.constexpr = MADE[5]
     row, column, M, K = place
     y, second_y, width = outputs
     first, second = made_tile(inputs, strides, place, HOW, J, BLOCK_M, BLOCK_K)

@@ -109,7 +109,11 @@ def word_codes(amaxes, FMAX: tl.constexpr):
 @triton.jit
 def element_scales(bits, FORM: tl.constexpr):
     """(scales, what is stored of them) of blocks from the fp32 bit patterns of their amaxes. FORM: `quantize_block_tile`'s."""
-    SCALING, FMAX, EPS, POWER_OF_TWO, LARGEST, _, _, _ = FORM
+    SCALING: tl.constexpr = FORM[0]
+    FMAX: tl.constexpr = FORM[1]
+    EPS: tl.constexpr = FORM[2]
+    POWER_OF_TWO: tl.constexpr = FORM[3]
+    LARGEST: tl.constexpr = FORM[4]
     if SCALING == "1x128" or SCALING == "128x128":
         scale, stored = block_scale(bits, FMAX, EPS, POWER_OF_TWO, LARGEST)
     else:
@@ -210,7 +214,12 @@ def quantize_block_tile(quarters, buffers, place, FORM: tl.constexpr, PACKED: tl
 @triton.jit
 def quantize_words(quarters, buffers, place, FORM: tl.constexpr, WHOLE: tl.constexpr):
     """A tile of bf16 x, scales powers of two: kernels/tiles/block_words.py."""
-    SCALING, FMAX, EPS, _, _, ROWWISE, COLUMNWISE, ROWS = FORM
+    SCALING: tl.constexpr = FORM[0]
+    FMAX: tl.constexpr = FORM[1]
+    EPS: tl.constexpr = FORM[2]
+    ROWWISE: tl.constexpr = FORM[5]
+    COLUMNWISE: tl.constexpr = FORM[6]
+    ROWS: tl.constexpr = FORM[7]
     data, scale_inv, transpose, columnwise_scale_inv = buffers
     row, column, M, K = place
     DTYPE: tl.constexpr = data.dtype.element_ty if ROWWISE else transpose.dtype.element_ty
@@ -255,7 +264,10 @@ def quantize_words(quarters, buffers, place, FORM: tl.constexpr, WHOLE: tl.const
 @triton.jit
 def quantize_elements(quarters, buffers, place, FORM: tl.constexpr):
     """A tile of x of any dtype, with scales of any kind: kernels/tiles/blocks.py."""
-    SCALING, _, _, _, _, ROWWISE, COLUMNWISE, ROWS = FORM
+    SCALING: tl.constexpr = FORM[0]
+    ROWWISE: tl.constexpr = FORM[5]
+    COLUMNWISE: tl.constexpr = FORM[6]
+    ROWS: tl.constexpr = FORM[7]
     data, scale_inv, transpose, columnwise_scale_inv = buffers
     row, column, M, K = place
     x0, x1, x2, x3 = quarters

@@ -89,7 +89,7 @@ def quantize_mxfp8_tile(values, buffers, place, FORM: tl.constexpr, PACKED: tl.c
 
     FORM: (FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, TWO_D, BLOCK_M, BLOCK_K).
     """
-    _, _, _, _, _, TWO_D, _, _ = FORM
+    TWO_D: tl.constexpr = FORM[5]
     if TWO_D:
         quantize_squares(values, buffers, place, FORM, PACKED, WHOLE)
     elif PACKED:
@@ -143,7 +143,13 @@ def store_row_blocks(scale_inv, code, rows, column, K, SWIZZLED: tl.constexpr, S
 @triton.jit
 def quantize_mxfp8_words(values, buffers, place, FORM: tl.constexpr, WHOLE: tl.constexpr):
     """A tile in two halves, so that rows that lie 16 apart share words of amaxes and of codes."""
-    FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, _, BLOCK_M, BLOCK_K = FORM
+    FMAX: tl.constexpr = FORM[0]
+    ROWWISE: tl.constexpr = FORM[1]
+    COLUMNWISE: tl.constexpr = FORM[2]
+    SWIZZLED: tl.constexpr = FORM[3]
+    SCALE_BLOCK: tl.constexpr = FORM[4]
+    BLOCK_M: tl.constexpr = FORM[6]
+    BLOCK_K: tl.constexpr = FORM[7]
     data, scale_inv, columnwise_data, columnwise_scale_inv = buffers
     row, column, M, K = place
     R: tl.constexpr = BLOCK_M // 2
@@ -183,7 +189,13 @@ def quantize_mxfp8_words(values, buffers, place, FORM: tl.constexpr, WHOLE: tl.c
 @triton.jit
 def quantize_mxfp8_elements(value, buffers, place, FORM: tl.constexpr):
     """A tile of any dtype."""
-    FMAX, ROWWISE, COLUMNWISE, SWIZZLED, SCALE_BLOCK, _, BLOCK_M, BLOCK_K = FORM
+    FMAX: tl.constexpr = FORM[0]
+    ROWWISE: tl.constexpr = FORM[1]
+    COLUMNWISE: tl.constexpr = FORM[2]
+    SWIZZLED: tl.constexpr = FORM[3]
+    SCALE_BLOCK: tl.constexpr = FORM[4]
+    BLOCK_M: tl.constexpr = FORM[6]
+    BLOCK_K: tl.constexpr = FORM[7]
     data, scale_inv, columnwise_data, columnwise_scale_inv = buffers
     row, column, M, K = place
     BLOCKS_M: tl.constexpr = BLOCK_M // 32
@@ -213,7 +225,12 @@ def quantize_mxfp8_elements(value, buffers, place, FORM: tl.constexpr):
 @triton.jit
 def quantize_squares(values, buffers, place, FORM: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr):
     """A tile in blocks of 32x32, of words or of any dtype: data once, for both usages."""
-    FMAX, ROWWISE, COLUMNWISE, SWIZZLED, _, _, BLOCK_M, BLOCK_K = FORM
+    FMAX: tl.constexpr = FORM[0]
+    ROWWISE: tl.constexpr = FORM[1]
+    COLUMNWISE: tl.constexpr = FORM[2]
+    SWIZZLED: tl.constexpr = FORM[3]
+    BLOCK_M: tl.constexpr = FORM[6]
+    BLOCK_K: tl.constexpr = FORM[7]
     data, scale_inv, _, columnwise_scale_inv = buffers
     row, column, M, K = place
     A: tl.constexpr = BLOCK_M // 32
