@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dis
 import importlib
 import pkgutil
 import types
+from pathlib import Path
 
 import pytest
 import triton
@@ -42,3 +44,15 @@ def test_every_name_can_be_copied(kernel: triton.JITFunction) -> None:
             elif value is not None:
                 same = meanings[name] is value or repr(meanings[name]) == repr(value)  # constants of one value
                 assert same, f"{function.__name__} and another function mean different things by {name}"
+
+
+def test_constants_are_not_unpacked() -> None:
+    """Triton 3.9 makes tensors of what a tuple of constants is unpacked into: they are taken by index, as tl.constexpr."""
+    unpacked = [
+        f"{file.name}:{node.lineno}"
+        for file in Path(te_dynamo.kernels.__path__[0]).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Name)
+        if node.value.id.isupper()
+    ]
+    assert not unpacked
