@@ -9,7 +9,8 @@ steps: the weights count as written before each, as by an optimizer. `tokens` ar
 first and then timed in turn, round after round. `step ms` is the median of the rounds, of the slowest rank; the peak is rank 0's without the
 other providers' bytes, and `wire MiB` is what comes to rank 0 from the others in a step, as `te_dynamo.testing.count_wire` counts it. Of one
 more step rank 0's profiler gives the ms in which the GPU computes, in which it sends or waits for another rank (`wire ms`), in which it does
-that alone, and in which it waits for the CPU (`idle ms`). FSDP2 gathers a layer's weights when the CPU has come to the layer; "a layer
+that alone, and in which it waits for the CPU (`idle ms`). `enqueue ms` is the time until the CPU has launched a step, begun with an idle
+GPU, the median of some of rank 0. FSDP2 gathers a layer's weights when the CPU has come to the layer; "a layer
 ahead" is its set_modules_to_forward_prefetch.
 
     te                  FP8 products; weights and activations travel in bf16
@@ -48,6 +49,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from te_dynamo.recipe import MXFP8BlockScaling
 from te_dynamo.testing import count_wire
 
 
@@ -130,6 +132,7 @@ class Row:
     wire_ms: float | None = None
     wire_alone_ms: float | None = None
     idle_ms: float | None = None
+    enqueue_ms: float | None = None
     error: str = ""
 
 
@@ -147,13 +150,17 @@ class Provider:
     enter: Callable[..., Any] = PrepareModuleInput
 
 
-def te(on_wire: bool, **options: Any) -> Provider:
+def te(on_wire: bool, recipe: Any = "float8_current_scaling", **options: Any) -> Provider:
+    options["recipe"] = recipe
     if not on_wire:
         options["fusions"] = ("-fuse_gather_quantize",)
         return Provider(lambda layer: layer.compile(backend="te", options=options))
     from te_dynamo.distributed import fp8_all_gather
 
-    return Provider(lambda layer: layer.compile(backend="te", options=options), before_fsdp=fp8_all_gather)
+    return Provider(
+        lambda layer: layer.compile(backend="te", options=options),
+        before_fsdp=lambda model: fp8_all_gather(model, options={"recipe": recipe}),
+    )
 
 
 def torchao() -> Provider:
@@ -185,6 +192,8 @@ PROVIDERS: dict[str, Callable[[], Provider]] = {
     "te 16 SMs left": lambda: te(on_wire=False, sm_margin=16),
     "te 32 SMs left": lambda: te(on_wire=False, sm_margin=32),
     "te on wire": lambda: te(on_wire=True),
+    "te block on wire": lambda: te(True, "float8_block_scaling"),
+    "te MXFP8/128 2-D on wire": lambda: te(True, MXFP8BlockScaling(scale_block=128, weight_block_dims=2)),
     "torchao": torchao,
 }
 
@@ -247,6 +256,15 @@ class Candidate:
             torch.cuda.synchronize(x.device)
             row.peak_mib = (torch.cuda.max_memory_allocated(x.device) - others) / 2**20
             self.profile()
+            row.enqueue_ms = statistics.median(self.enqueue_ms() for _ in range(5))
+
+    def enqueue_ms(self) -> float:
+        torch.cuda.synchronize(self.x.device)
+        dist.barrier()
+        torch.cuda.synchronize(self.x.device)
+        start = time.perf_counter()
+        self.step()
+        return 1000 * (time.perf_counter() - start)
 
     def profile(self) -> None:
         from torch.autograd import DeviceType

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._pytree import tree_map_only
 
 from te_dynamo.dialect.fakes import fake_mode_of
 from te_dynamo.dialect.gemm import ARGUMENTS, Gemm, gemm, gemm_gated, grouped_gemm, request_of, values_of
@@ -133,7 +134,7 @@ def _register(operation: torch._ops.OpOverload, extern: _Extern) -> None:
         operands = [x for x in extern.tensors(asked) if x is not None]
         device = operands[0].get_device()
         if not availability.kernels_available(device).ok:
-            return opaque(*arguments)
+            return opaque(*tree_map_only(ir.TensorBox, ir.ExternKernel.require_contiguous, arguments))
         inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands]
         _compile_kernel_of(node, extern)
         keywords, function = extern.keywords(values_of(node)), f"extern_kernels.{extern.name}"

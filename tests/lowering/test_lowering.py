@@ -29,7 +29,7 @@ from helpers.graphs.lowered_graphs import (
 )
 from helpers.kernels.gemms import arguments
 from helpers.models.snapshot_models import MODELS, capture_training, kernels_everywhere, launches, shape_for
-from torch import fx
+from torch import fx, nn
 
 from te_dynamo.dialect import KERNELS, is_te
 from te_dynamo.dialect.memory import written_by_inductor
@@ -40,6 +40,7 @@ from te_dynamo.lowering.lower import lower
 from te_dynamo.operations.basic import GELU
 from te_dynamo.operations.define import OVERLOADS
 from te_dynamo.operations.run import Call
+from te_dynamo.quantized.quantizers import Float8BlockQuantizer
 from te_dynamo.testing import graph_text
 
 UNKNOWN = torch.library.Library("te", "FRAGMENT")
@@ -262,3 +263,19 @@ def test_results_that_are_not_read_by_index_are_an_error(gpu: None) -> None:
     graph.output(graph.call_function(len, (node,)))
     with pytest.raises(LoweringError, match=r"te\.quantize.*read by .*len.*line 17"):
         lower(graph)
+
+
+def test_where_there_are_no_kernels_operands_are_contiguous_too() -> None:
+    """The scales of a stored weight's columns are padded and transposed: Inductor would choose strides for them."""
+    weight = Float8BlockQuantizer(True, False, block_dims=2).quantize(torch.randn(256, 256, dtype=torch.bfloat16))
+    linear = nn.Linear(256, 256, bias=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    gradients = []
+    for codegen in ("eager", "inductor"):
+        x = torch.ones(16, 256, dtype=torch.bfloat16, requires_grad=True)
+        torch.compile(linear, backend="te", options={"recipe": "float8_block_scaling", "codegen": codegen})(
+            x
+        ).sum().backward()
+        gradients.append(x.grad)
+        torch._dynamo.reset()
+    assert torch.equal(*gradients)

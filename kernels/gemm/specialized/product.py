@@ -224,7 +224,7 @@ def _multiply(
     for index in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         row, column = tile_origin(index, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
         one = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
-        two = None if SMALL else gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
+        two = gl.zeros((PART_M, BLOCK_N), gl.float32, layout)
         if BY_BLOCKS:
             b_scale_inv = scale_inv[1] + column // 128 * ((blocks + 3) // 4 * 4)
             one, two, stage, phase = accumulate_blocks(GROUP, ring, scales, b_scale_inv, stage, phase, blocks, one, two)

@@ -40,15 +40,15 @@ def accumulate(GROUP: gl.constexpr, ring, stage, phase, blocks, one, two, FAST: 
 
 @gluon.jit
 def accumulate_blocks(GROUP: gl.constexpr, ring, scales, b_scale_inv, stage, phase, blocks, upper, lower):
-    """The same with scales of blocks (scales.py): what the tensor core makes of each is scaled and added in fp32. A group whose rows are
-    one part has no `lower`: None.
+    """The same with scales of blocks (scales.py): what the tensor core makes of each is scaled and added in fp32. Nothing is added to the
+    `lower` of a group whose rows are one part.
 
     scales: of A, or of A and B, what `make_scales` gives; b_scale_inv: B's scale of each block, where there is one for 128 columns.
     """
     a_tiles, b_tiles, full, empty = ring
     ROWS: gl.constexpr = upper.shape[0]
     layout: gl.constexpr = upper.type.layout
-    PARTS: gl.constexpr = 1 if lower is None else 2
+    PARTS: gl.constexpr = a_tiles.shape[1] // (GROUPS * ROWS)
     first: gl.constexpr = GROUP * PARTS * ROWS
     B_TWO_D: gl.constexpr = len(scales) == 1
     # Every product overwrites the terms of the one before: were its target its own, ptxas would start it before those are

@@ -157,9 +157,13 @@ def test_kernels_on_a_gpu(fast: bool) -> None:
             for tile in tiles:
                 got = with_tile(tile, dataclasses.replace(r, fast=fast)).cpu()
                 error = (got.double() - exact(r)).norm() / exact(r).norm()
-                assert error < (0.02 if fast else 1e-5), tile.name
+                assert error < (0.02 if fast else 1e-3), (
+                    tile.name
+                )  # the tensor core's own sums are of 128 values, or of all
         specialized = run(Choice("specialized", specialized_tile(fast)), dataclasses.replace(columns, fast=fast))
-        assert torch.equal(specialized, with_tile(tiles[-1], dataclasses.replace(columns, fast=fast)))
+        assert (specialized.cpu().double() - exact(columns)).norm() / exact(columns).norm() < (0.02 if fast else 1e-3)
+        if all(size % 128 == 0 for size in sizes[:-1]):  # both begin a group's sums at the same places
+            assert torch.equal(specialized, with_tile(tiles[-1], dataclasses.replace(columns, fast=fast)))
 
 
 def main() -> None:

@@ -112,11 +112,14 @@ def test_kernel_in_the_interpreter() -> None:
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
 def test_every_tile(tile: Tile) -> None:
     for biased, dtype in itertools.product((True, False), OUT):
+        if (fitted := tile.fitted(dtype.itemsize)) is None:  # beside results of so many bytes
+            continue
         r = request(333, 520, 1040, dtype, biased, device="cuda")
-        got, want = with_tile(tile, r).cpu(), in_float64(r).cpu()
+        got, want = with_tile(fitted, r).cpu(), in_float64(r).cpu()
         finite = want.abs() < torch.finfo(torch.float16).max / 2 if dtype == torch.float16 else want.isfinite()
-        exact = dtype == torch.float32 and not tile.fast
-        bound = 1e-3 if exact else 1e-2  # the tensor core keeps fewer bits of a sum
+        bound = (
+            2e-2 if tile.fast else 1e-2 if dtype != torch.float32 else 1e-3
+        )  # the tensor core keeps fewer bits of a sum
         assert relative_error(got[finite], want[finite]) < bound
 
 
