@@ -65,7 +65,10 @@ class Table:
     cells: tuple[str, ...] = ()
 
 
-PARALLEL = {"": ("step_ms", "speedup", "peak_ratio"), "_overlap": ("compute_ms", "wire_alone_ms", "idle_ms")}
+PARALLEL = {
+    "": ("step_ms", "speedup", "peak_ratio"),
+    "_overlap": ("compute_ms", "wire_alone_ms", "idle_ms", "enqueue_ms"),
+}
 """Of train_parallel.py: the cells of each of its tables, by what the table's name ends with."""
 
 TABLES = {
@@ -77,7 +80,7 @@ TABLES = {
     "cpu_time_rows": Table("cpu_time"),
     "cpu_time_calls": Table("cpu_time_calls"),
     "train_models": Table("train_models", ("block",), "provider", ("step_ms", "speedup")),
-    "train_rowwise": Table("train_rowwise", ("block",), "provider", ("step_ms", "speedup")),
+    "train_fused_producers": Table("train_fused_producers", ("block",), "provider", ("step_ms", "speedup")),
     **{
         f"{run}{ending}": Table(run, ("layout", "tokens"), "provider", cells)
         for run in itertools.starmap(
@@ -223,7 +226,7 @@ def _cell(value: Any) -> str:
 def _joined(row: Mapping[str, Any], columns: Sequence[str]) -> str:
     if row.get("error"):
         return "failed"
-    first, *others = (_cell(row[column]) or "-" for column in columns)
+    first, *others = (_cell(row.get(column)) or "-" for column in columns)
     return _with(first, others)
 
 

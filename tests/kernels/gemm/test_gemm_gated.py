@@ -275,7 +275,7 @@ def test_gemm_takes_it_and_repeats_itself(fast: bool) -> None:
     width = given[2].shape[0] // 2
     c = torch.empty(8192, 2 * width, dtype=torch.bfloat16, device="cuda")
     gemm_specialized_out(*given, fast=fast, along="N", segments=(width, width), out=c)
-    options = ("silu", E4M3, True, True, False, 0.0, False)
+    options = ("silu", TensorForm(E4M3, True, True), False)
     expected = gated_quantize(*halves(c, 0), *options)
     for _ in range(10):
         got, amax = gemm_gated(*given, fast, 0, "silu")

@@ -185,7 +185,7 @@ def test_kernel_takes_a_given_amax_and_any_rank():
         amax = torch.tensor([amax], device="cuda")
         for fp8_dtype in FP8_DTYPES:
             options = (TensorForm(fp8_dtype, True, True), amax)
-            assert_same_bits(run_poisoned(lambda: quantize(x, options)), quantize_reference(x, options))  # noqa: B023
+            assert_same_bits(run_poisoned(lambda: quantize(x, *options)), quantize_reference(x, *options))  # noqa: B023
 
 
 @gpu
