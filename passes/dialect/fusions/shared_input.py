@@ -40,9 +40,12 @@ changes no bit. Their gradients are sums of their own, as before.
 Kept weights (passes/torch_ir/workspaces.py) are inputs of the graph as such a stack: those with one scale each, and in blocks those of which
 backward reads nothing. Each linear reads slices of it, and the fusion takes the slices away.
 
+More than three become stacks of two or three neighbours each, gate and up one of their own: four 2 and 2, five 3 and 2. dx is the sum of
+their dgrads.
+
 These are left as they are:
 
-- linears in NVFP4, with sides that are no multiples of 128, or more than three;
+- linears in NVFP4, or with sides that are no multiples of 128;
 - results that the graph returns, or that a view cannot read by rows of one stride;
 - a mixture of weights with and without gradient;
 - GEMMs that the cost model finds slower together;
@@ -54,7 +57,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,15 +67,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 from te_dynamo.dialect.define import is_te
 from te_dynamo.dialect.gated import gated, gated_backward
 from te_dynamo.dialect.gemm import Gemm, add_bias, gemm
-from te_dynamo.dialect.stacked import quantize_stacked, segments_stack, stacking_pays
+from te_dynamo.dialect.stacked import quantize_stacked, side_stacks, stacking_pays
 from te_dynamo.passes.dialect.fusions.linears_of_one_input import (
     Linear,
     Part,
     Sum,
     buffer_names,
-    groups_of_linears,
     readers,
     source_of,
+    stacks_of_linears,
 )
 from te_dynamo.passes.dialect.graph import (
     call_like,
@@ -97,8 +100,8 @@ def fuse_shared_input(graph: Graph) -> int:
     A joint fusion; among the forward ones for inference graphs. In the forward part of a divided graph nothing is left to find.
     """
     fired = 0
-    for group in list(groups_of_linears(graph)):
-        linears = _in_order(group)
+    for stack in list(stacks_of_linears(graph)):
+        linears = _in_order(stack)
         total = Sum.of([x.dgrad for x in linears if x.dgrad is not None]) if _sums_dgrads(linears) else None
         if not _alike(linears, total) or not _pays(linears):
             continue
@@ -122,7 +125,7 @@ def _sums_dgrads(linears: list[Linear]) -> bool:
 # --- judging ------------------------------------------------------------------------------------------------
 
 
-def _in_order(linears: list[Linear]) -> list[Linear]:
+def _in_order(linears: Sequence[Linear]) -> list[Linear]:
     """As in the graph, but a gate before what it gates: te.gated_backward_quantize writes them so."""
 
     def place(linear: Linear) -> int:
@@ -136,7 +139,7 @@ def _in_order(linears: list[Linear]) -> list[Linear]:
 
 def _alike(linears: list[Linear], total: Sum | None) -> bool:
     """Whether forward and backward of the linears can be one GEMM each."""
-    if not segments_stack([linear.width for linear in linears]) or not _whole(linears):
+    if len(linears) == 1 or not all(side_stacks(linear.width) for linear in linears) or not _whole(linears):
         return False
     if len({bias.meta["val"].dtype for bias in _biases(linears) if bias is not None}) > 1:
         return False

@@ -25,7 +25,7 @@ class Linears(nn.Module):
     """Linears of those widths that read one input."""
 
     widths: Sequence[int] = (256, 128, 128)
-    biases: Sequence[bool] = (False, False, False, False)
+    biases: Sequence[bool] = (False,) * 7
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,6 +64,29 @@ class Biased(Linears):
     """As in Whisper: k has no bias."""
 
     biases = (True, False, True)
+
+
+class Four(Linears):
+    """More than the kernels take at once."""
+
+    widths = (128, 256, 128, 128)
+
+
+class Seven(Linears):
+    """Some with a bias, and one whose width is no multiple of 128."""
+
+    widths = (128, 256, 128, 192, 128, 384, 128)
+    biases = (True, False, False, True, False, True, False)
+
+
+class Parallel(Linears):
+    """A parallel block: attention and a gated unit read one input."""
+
+    widths = (128, 128, 128, 128, 128)
+
+    def mix(self, *results: Tensor) -> Tensor:
+        gate, *others, up = results
+        return Rotary.mix(self, *others) + F.silu(gate) * up  # type: ignore[arg-type]
 
 
 IN_BLOCKS = [
@@ -117,6 +140,50 @@ slice_6: bf16[128, 64] = aten.slice(gemm_2, start=384, end=512)
 slice_7: bf16[128, 64] = aten.slice(gemm_2, start=256, end=384)
 slice_8: bf16[256, 64] = aten.slice(gemm_2, start=0, end=256)""",
     )
+
+
+def test_four_are_two_and_two() -> None:
+    """The gradient of x is the sum of two dgrads."""
+    graphs = capture_training(Four, (32, HIDDEN), "cpu")
+    text = lines(graphs["joint"], "te.gemm", "te.quantize_stacked", "aten.add")
+    assert_expected_inline(
+        text,
+        """\
+quantize_stacked: (f8e4m3[384, 64], f8e4m3[64, 384], f32[2]) = te.quantize_stacked([linears.0.weight, linears.1.weight], e4m3[row+column], by_columns=False)
+gemm: bf16[32, 384] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_stacked[0], quantize_stacked[2]], e4m3[row], bf16, fast_accum=False, along='N', segments=[128, 256])
+quantize_stacked_1: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([linears.2.weight, linears.3.weight], e4m3[row+column], by_columns=False)
+gemm_1: bf16[32, 256] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_stacked_1[0], quantize_stacked_1[2]], e4m3[row], bf16, fast_accum=False, along='N', segments=[128, 128])
+add: bf16[32, 128] = aten.add(slice, 1.0)
+add_1: bf16[32, 256] = aten.add(slice_1, 1.0)
+add_2: bf16[32, 128] = aten.add(slice_2, 1.0)
+add_3: bf16[32, 128] = aten.add(slice_3, 1.0)
+quantize_stacked_2: (f8e5m2[32, 256], f8e5m2[256, 32], f32[2]) = te.quantize_stacked([clone_1, clone], e5m2[row+column], by_columns=True)
+gemm_2: bf16[32, 64] = te.gemm([quantize_stacked_2[0], quantize_stacked_2[2]], e5m2[row], [quantize_stacked_1[1], quantize_stacked_1[2]], e4m3[column], bf16, fast_accum=False, along='K', segments=[128, 128])
+gemm_3: bf16[256, 64] = te.gemm([quantize_stacked_2[1], quantize_stacked_2[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False, along='M', segments=[128, 128])
+quantize_stacked_3: (f8e5m2[32, 384], f8e5m2[384, 32], f32[2]) = te.quantize_stacked([clone_3, clone_2], e5m2[row+column], by_columns=True)
+gemm_4: bf16[32, 64] = te.gemm([quantize_stacked_3[0], quantize_stacked_3[2]], e5m2[row], [quantize_stacked[1], quantize_stacked[2]], e4m3[column], bf16, fast_accum=False, along='K', segments=[128, 256])
+gemm_5: bf16[384, 64] = te.gemm([quantize_stacked_3[1], quantize_stacked_3[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False, along='M', segments=[128, 256])
+add_4: bf16[32, 64] = aten.add(gemm_4, gemm_2)""",
+    )
+
+
+def segments(text: str) -> list[str]:
+    """The segments of each GEMM of a graph, "" where it is not stacked."""
+    return [line.partition("segments=")[2][:-1] for line in lines(text, "te.gemm").splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("model", "stacks"),
+    [(Seven, ["[128, 256, 128]", "[128, 384, 128]", ""]), (Parallel, ["[128, 128, 128]", "[128, 128]"])],
+)
+def test_more_than_three_are_stacks_of_two_or_three(model: type[nn.Module], stacks: list[str]) -> None:
+    """What does not stack is left out; gate and up are together, though they are not neighbours. Of kept weights too."""
+    assert sorted(segments(capture_inference(model, (1, 32, HIDDEN), "cpu")["inference"])) == sorted(stacks)
+    frozen = model().bfloat16()
+    te_dynamo.freeze(frozen)
+    with torch.no_grad(), te_dynamo.capture() as graphs:
+        torch.compile(frozen, backend="te", options={"codegen": "eager"})(torch.randn(1, 32, HIDDEN).bfloat16())
+    assert sorted(segments(graphs["inference"])) == sorted(stacks) and "te.quantize_stacked(" not in graphs["inference"]
 
 
 def test_what_is_saved_does_not_grow() -> None:
@@ -238,12 +305,6 @@ class Narrow(Linears):
     widths = (128, 192)
 
 
-class Four(Linears):
-    """More than the kernels take."""
-
-    widths = (128, 128, 128, 128)
-
-
 class Returned(Linears):
     """The results are outputs."""
 
@@ -313,7 +374,7 @@ class OneFrozen(Linears):
 
 
 @pytest.mark.parametrize("recipe", ["float8_current_scaling", IN_BLOCKS[0]], ids=["tensors", "blocks"])
-@pytest.mark.parametrize("model", [Narrow, Four, Returned, Flattened, UnboundAndFlattened, Strided, ReadByGelu])
+@pytest.mark.parametrize("model", [Narrow, Returned, Flattened, UnboundAndFlattened, Strided, ReadByGelu])
 def test_left_apart(model: type[nn.Module], recipe: object) -> None:
     assert not one_gemm(capture_inference(model, (32, HIDDEN), "cpu", recipe=recipe)["inference"])
 
@@ -360,7 +421,7 @@ def run(model: type[nn.Module], fusions: bool) -> Callable[[Tensor], object]:
 
 
 @pytest.mark.one_fast_case
-@pytest.mark.parametrize("model", [Linears, Biased, Rotary])
+@pytest.mark.parametrize("model", [Linears, Biased, Rotary, Four, Seven, Parallel])
 def test_numbers_with_a_scale_a_row_are_those_apart(model: type[nn.Module]) -> None:
     """In every bit, as no sum is another."""
     torch.manual_seed(0)
@@ -375,7 +436,7 @@ def test_numbers_with_a_scale_a_row_are_those_apart(model: type[nn.Module]) -> N
 
 
 @pytest.mark.one_fast_case
-@pytest.mark.parametrize("model", slow_but(1, [Linears, Biased, Rotary, SwiGLU]))
+@pytest.mark.parametrize("model", slow_but(1, [Linears, Biased, Rotary, SwiGLU, Four, Seven, Parallel]))
 @pytest.mark.parametrize("recipe", slow_but(1, IN_BLOCKS), ids=str)
 def test_numbers_with_a_scale_a_block_are_those_apart(model: type[nn.Module], recipe: Recipe) -> None:
     """In every bit, but that the input's gradient is rounded once: it is that of the one linear that the linears are together."""
@@ -414,7 +475,7 @@ def test_a_stack_in_blocks_is_one_linear_of_both_weights(recipe: Recipe) -> None
 
 @pytest.mark.one_fast_case
 @pytest.mark.parametrize("dtype", slow_but(1, [torch.bfloat16, torch.float32]), ids=str)
-@pytest.mark.parametrize("model", [Linears, Biased, Rotary])
+@pytest.mark.parametrize("model", [Linears, Biased, Rotary, Four, Seven, Parallel])
 def test_numbers_are_those_apart(model: type[nn.Module], dtype: torch.dtype) -> None:
     """Forward and the weights' gradients in every bit; the input's gradient is rounded once in place of three times."""
     torch.manual_seed(0)
