@@ -274,8 +274,10 @@ def _stacked_biases(graph: Graph, linears: list[Linear]) -> Node | None:
     if some is None:
         return None
 
-    def zeros(linear: Linear) -> Node:
-        return call_like(graph, _aten.new_full.default, (some, [linear.width], -0.0), linear.product)
+    def zeros(linear: Linear) -> Node:  # aten.new_full has no lowering in Inductor
+        value = some.meta["val"]
+        how = {"dtype": value.dtype, "device": value.device}
+        return call_like(graph, _aten.full.default, ([linear.width], -0.0), linear.product, how)
 
     parts = [bias if bias is not None else zeros(linear) for bias, linear in zip(biases, linears, strict=True)]
     return call_like(graph, _aten.cat.default, (parts,), linears[0].product)

@@ -178,12 +178,16 @@ def segments(text: str) -> list[str]:
 )
 def test_more_than_three_are_stacks_of_two_or_three(model: type[nn.Module], stacks: list[str]) -> None:
     """What does not stack is left out; gate and up are together, though they are not neighbours. Of kept weights too."""
-    assert sorted(segments(capture_inference(model, (1, 32, HIDDEN), "cpu")["inference"])) == sorted(stacks)
-    frozen = model().bfloat16()
-    te_dynamo.freeze(frozen)
-    with torch.no_grad(), te_dynamo.capture() as graphs:
-        torch.compile(frozen, backend="te", options={"codegen": "eager"})(torch.randn(1, 32, HIDDEN).bfloat16())
-    assert sorted(segments(graphs["inference"])) == sorted(stacks) and "te.quantize_stacked(" not in graphs["inference"]
+    linears, x = model().bfloat16(), torch.randn(1, 32, HIDDEN, dtype=torch.bfloat16)
+    run = torch.compile(linears, backend="te", options={"codegen": "eager"})
+    with torch.no_grad():
+        with te_dynamo.capture() as graphs:
+            expected = run(x)
+        te_dynamo.freeze(linears)
+        with te_dynamo.capture() as of_kept:
+            assert torch.equal(run(x), expected)
+    assert sorted(segments(graphs["inference"])) == sorted(segments(of_kept["inference"])) == sorted(stacks)
+    assert "te.quantize_stacked(" not in of_kept["inference"]
 
 
 def test_what_is_saved_does_not_grow() -> None:
@@ -274,12 +278,21 @@ def test_biases_are_one() -> None:
     assert_expected_inline(
         text,
         """\
-new_full: bf16[128] = aten.new_full(linears.0.bias, [128], -0.0)
-cat: bf16[512] = aten.cat([linears.0.bias, new_full, linears.2.bias])
+full: bf16[128] = aten.full([128], -0.0, dtype=bf16, device=cpu)
+cat: bf16[512] = aten.cat([linears.0.bias, full, linears.2.bias])
 gemm: bf16[32, 512] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_stacked[0], quantize_stacked[2]], e4m3[row], bf16, fast_accum=False, bias=cat, along='N', segments=[256, 128, 128])
 cat_1: bf16[32, 512] = aten.cat([add, add_1, add_2], -1)""",
     )
     assert graphs["joint"].count(", along='") == 3 and graphs["joint"].count("= te.bias_grad(") == 2
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_biases_of_some_in_inductor() -> None:
+    """Which lowers what stands for the others."""
+    model, x = Biased().bfloat16(), torch.randn(32, HIDDEN, dtype=torch.bfloat16)
+    eager, inductor = (torch.compile(model, backend="te", options={"codegen": c})(x) for c in ("eager", "inductor"))
+    assert torch.equal(eager, inductor)
 
 
 @pytest.mark.parametrize("recipe", ["float8_current_scaling", *IN_BLOCKS], ids=str)
