@@ -20,6 +20,7 @@ from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, SEGMENT_MULTIPLE, St
 from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = [
+    "SEGMENT_MULTIPLE",
     "linears_stack",
     "places_in_stack",
     "quantize_stacked",

@@ -43,9 +43,10 @@ backward reads nothing. Each linear reads slices of it, and the fusion takes the
 More than three become stacks of two or three neighbours each, gate and up one of their own: four 2 and 2, five 3 and 2. dx is the sum of
 their dgrads.
 
-These are left as they are:
+These are left as they are, and `explain` gives the reason of all but the first:
 
-- linears in NVFP4, or with sides that are no multiples of 128;
+- linears in NVFP4, of several inputs or regions of checkpointing, or with weights that others read;
+- weights whose first dimension is no multiple of 128;
 - results that the graph returns, or that a view cannot read by rows of one stride;
 - a mixture of weights with and without gradient;
 - GEMMs that the cost model finds slower together;
@@ -67,7 +68,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from te_dynamo.dialect.define import is_te
 from te_dynamo.dialect.gated import gated, gated_backward
 from te_dynamo.dialect.gemm import Gemm, add_bias, gemm
-from te_dynamo.dialect.stacked import quantize_stacked, side_stacks, stacking_pays
+from te_dynamo.dialect.stacked import SEGMENT_MULTIPLE, quantize_stacked, side_stacks, stacking_pays
 from te_dynamo.passes.dialect.fusions.linears_of_one_input import (
     Linear,
     Part,
@@ -87,8 +88,9 @@ from te_dynamo.passes.dialect.graph import (
     sorted_topologically,
 )
 from te_dynamo.quantized.quantizers import Quantizer
+from te_dynamo.user_code import module_here
 
-__all__ = ["fuse_shared_input"]
+__all__ = ["fuse_shared_input", "linears_left"]
 
 _aten = torch.ops.aten
 _BY_ROWS = (gated, gated_backward)  # the te operations that read tensors with a row stride of their own
@@ -100,21 +102,41 @@ def fuse_shared_input(graph: Graph) -> int:
     A joint fusion; among the forward ones for inference graphs. In the forward part of a divided graph nothing is left to find.
     """
     fired = 0
-    for stack in list(stacks_of_linears(graph)):
-        linears = _in_order(stack)
-        total = Sum.of([x.dgrad for x in linears if x.dgrad is not None]) if _sums_dgrads(linears) else None
-        if not _alike(linears, total) or not _pays(linears):
-            continue
-        views = _views_of_slices(linears)
-        if views is None:
-            continue
-        _stack(graph, linears, total)
-        for node, value in views.items():
-            node.meta["val"] = value
-        fired += 1
+    for linears, total, views, reason in _judged(graph):
+        if not reason:
+            _stack(graph, linears, total)
+            for node, value in views.items():
+                node.meta["val"] = value
+            fired += 1
     if fired:
         sorted_topologically(graph)
     return fired
+
+
+def linears_left(graph: Graph) -> list[str]:
+    """A sentence for each reason why linears of one input stay apart, of a graph that the fusion has not seen."""
+    left: dict[str, dict[str, None]] = {}
+    for linears, _, _, reason in _judged(graph):
+        paths = (module_here(linear.product) or linear.product.name for linear in linears)
+        left.setdefault(reason, {}).update(dict.fromkeys(paths))
+    left.pop("", None)
+    return [
+        f"linears are not stacked with others of their input ({', '.join([*paths][:3])}"
+        f"{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}): {reason}"
+        for reason, paths in left.items()
+    ]
+
+
+def _judged(graph: Graph) -> Iterator[tuple[list[Linear], Sum | None, dict[Node, Any], str]]:
+    """What may be a stack, the sum of its dgrads, the values of its views, and why it is none: "" where it is one."""
+    for stack in list(stacks_of_linears(graph)):
+        linears = _in_order(stack)
+        total = Sum.of([x.dgrad for x in linears if x.dgrad is not None]) if _sums_dgrads(linears) else None
+        reason = _reason_to_leave(linears, total)
+        views = {} if reason else _views_of_slices(linears)
+        if views is None:
+            reason = "a result is returned, or what reads it takes no rows of a larger tensor"
+        yield linears, total, views or {}, reason
 
 
 def _sums_dgrads(linears: list[Linear]) -> bool:
@@ -137,14 +159,24 @@ def _in_order(linears: Sequence[Linear]) -> list[Linear]:
     return sorted(linears, key=place)
 
 
-def _alike(linears: list[Linear], total: Sum | None) -> bool:
-    """Whether forward and backward of the linears can be one GEMM each."""
-    if len(linears) == 1 or not all(side_stacks(linear.width) for linear in linears) or not _whole(linears):
-        return False
+def _reason_to_leave(linears: list[Linear], total: Sum | None) -> str:
+    """Why forward and backward of the linears are not one GEMM each; "" if they can be."""
+    if not all(side_stacks(linear.width) for linear in linears):
+        return f"a weight's first dimension is no multiple of {SEGMENT_MULTIPLE}"
+    if len(linears) == 1:
+        return (
+            "of a stack's results backward reads all or none, all their sizes stack, and gate and up are by themselves"
+        )
+    if not _whole(linears):
+        return "their cached weights are parts of a stack that others read"
     if len({bias.meta["val"].dtype for bias in _biases(linears) if bias is not None}) > 1:
-        return False
-    if linears[0].grad is None:
-        return True
+        return "their biases have different dtypes"
+    if linears[0].grad is not None and not _alike_in_backward(linears, total):
+        return "some weights get no gradient, gradients differ in format, or the input's is more than their sum"
+    return "" if _pays(linears) else "one GEMM takes longer by the cost model"
+
+
+def _alike_in_backward(linears: list[Linear], total: Sum | None) -> bool:
     if (total is None and _sums_dgrads(linears)) or any(linear.grad is None for linear in linears):
         return False
 

@@ -392,6 +392,37 @@ def test_left_apart(model: type[nn.Module], recipe: object) -> None:
     assert not one_gemm(capture_inference(model, (32, HIDDEN), "cpu", recipe=recipe)["inference"])
 
 
+def attention_layers() -> nn.Module:
+    """Of the attentions, backward reads each v alone."""
+    return nn.Sequential(*(layer for _ in range(4) for layer in (Rotary(), nn.Linear(128, HIDDEN))))
+
+
+ALIKE = "of a stack's results backward reads all or none, all their sizes stack, and gate and up are by themselves"
+
+
+@pytest.mark.parametrize(
+    ("model", "left"),
+    [
+        (Narrow, {"linears.0": ALIKE, "linears.1": "a weight's first dimension is no multiple of 128"}),
+        (Returned, {"linears.0, linears.1": "a result is returned, or what reads it takes no rows of a larger tensor"}),
+        (attention_layers, {"0.linears.2, 2.linears.2, 4.linears.2 and 1 more": ALIKE}),
+        (
+            OneFrozen,
+            {
+                "linears.0, gemm_1": "some weights get no gradient, gradients differ in format, or the input's is more than their sum"
+            },
+        ),
+        (Seven, {"linears.3": "a weight's first dimension is no multiple of 128"}),
+        (Four, {}),
+    ],
+)
+def test_explain_says_why(model: Callable[[], nn.Module], left: dict[str, str]) -> None:
+    x = torch.randn(1, 32, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    explained = te_dynamo.explain(model().bfloat16(), x, options={"codegen": "eager"})
+    expected = [f"linears are not stacked with others of their input ({paths}): {why}" for paths, why in left.items()]
+    assert explained.to_dict()["notes"] == expected
+
+
 class OfTwoCheckpoints(Linears):
     """Each region recomputes its own."""
 
