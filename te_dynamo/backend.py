@@ -48,6 +48,7 @@ from te_dynamo.passes.dialect.collectives.regather import gather_again_in_backwa
 from te_dynamo.passes.dialect.concatenate_gradients import put_halves_side_by_side
 from te_dynamo.passes.dialect.cse import merge_common_subexpressions
 from te_dynamo.passes.dialect.fuser import check_choice, fuse
+from te_dynamo.passes.dialect.fusions.shared_input import linears_left
 from te_dynamo.passes.dialect.late_weight_gradients import make_weight_gradients_late
 from te_dynamo.passes.dialect.low_memory import make_columns_late
 from te_dynamo.passes.dialect.recompute import save_products_only
@@ -170,6 +171,8 @@ class _Compilation:
 
     def _fuse(self, graph: Graph, phase: str) -> None:
         if self.options.fusions:
+            if phase in ("joint", "inference"):
+                self.report.notes += linears_left(graph)
             fired = fuse(graph, phase, self.options.fusions)
             self.report.fusions += [(phase, name, times) for name, times in fired]
             tell_fusions(phase, fired)

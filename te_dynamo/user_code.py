@@ -10,7 +10,7 @@ from types import CodeType
 import torch
 from torch import fx, nn
 
-__all__ = ["OWNERS", "clean_path", "has_own_path", "is_torchs", "paths_of", "source_line", "traced_code"]
+__all__ = ["OWNERS", "clean_path", "has_own_path", "is_torchs", "module_here", "paths_of", "source_line", "traced_code"]
 
 OWNERS = "te_dynamo_owners"
 """Key of a placeholder's meta: the paths of the modules in the whole model that hold this parameter (passes/torch_ir/match/root.py)."""
@@ -50,6 +50,12 @@ def clean_path(name: str) -> str:
     name = _INDEX.sub(r".\1", _ROOT.sub("", name))
     parts = [part.partition("@")[0] for part in name.split(".")]  # "fc@1" is fc's second call
     return ".".join(part for part in parts if part and part not in _WRAPPERS)
+
+
+def module_here(node: fx.Node) -> str | None:
+    """The module whose forward made the node, as the compiled function spells it; None where the graph does not say."""
+    stack = node.meta.get("nn_module_stack")
+    return clean_path(next(reversed(stack.values()))[0]) if stack else None
 
 
 def has_own_path(parameter: str) -> bool:

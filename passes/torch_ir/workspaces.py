@@ -10,7 +10,7 @@ written and of which backward gets references. In a body (a checkpointed region)
 lead to them. te_dynamo/weights/cache.py supplies them, before the graph runs: a weight that the graph writes is not kept.
 
 Linears that fusions/shared_input.py would stack have slices of one stack (te.quantize_stacked), for it to find: the two that
-te.gated reads, and of frozen weights any two or three of one input whose columns nobody reads.
+te.gated reads, and of frozen weights the others of one input too, if nobody reads their columns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from te_dynamo.dialect import LinearConfig
 from te_dynamo.dialect.fakes import quantized, quantized_stack
-from te_dynamo.dialect.stacked import linears_stack, places_in_stack, segments_stack
+from te_dynamo.dialect.stacked import linears_stack, places_in_stack, side_stacks, stacks_of
 from te_dynamo.errors import KeptWeightError
 from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.match.mutation import reads_through, written_inputs
@@ -290,20 +290,18 @@ def _stacks(readers: list[_Reader], example_inputs: Sequence[Any]) -> Iterable[_
     linears = [reader for reader in readers if reader.node.target is _te.linear.default]
     for reader in sorted(linears, key=lambda reader: reader.node):
         x, config = reader.node.args[0], reader.config
-        if _stacks_kept(config.weight_quantizer) and not config.weight_transposed:
+        sides_stack = side_stacks(reader.operand.shape[0])
+        if _stacks_kept(config.weight_quantizer) and not config.weight_transposed and sides_stack:
             by_input.setdefault((x, config, reader.operand.dtype, reader.frozen), []).append(reader)
     for (_, config, _, frozen), group in by_input.items():
-        pair = _gate_and_up(group)
-        if pair is not None:
-            stack = pair
-        elif frozen and not config.weight_quantizer.columnwise and len(group) >= 2:
-            stack = group
-        else:
-            continue
-        found = _Group([[reader] for reader in stack])
-        distinct = all(len(set(way)) == len(way) for way in found.ways)
-        if distinct and segments_stack([r.operand.shape[0] for r in stack]) and not _kept_apart(found, example_inputs):
-            yield found
+        stacks = _gates_and_ups(group)
+        if frozen and not config.weight_quantizer.columnwise:
+            stacks += stacks_of([reader for reader in group if not any(reader in pair for pair in stacks)])
+        for stack in stacks:
+            found = _Group([[reader] for reader in stack])
+            distinct = all(len(set(way)) == len(way) for way in found.ways)
+            if len(stack) > 1 and distinct and not _kept_apart(found, example_inputs):
+                yield found
 
 
 def _stacks_kept(quantizer: Quantizer) -> bool:
@@ -313,16 +311,15 @@ def _stacks_kept(quantizer: Quantizer) -> bool:
     )
 
 
-def _gate_and_up(group: list[_Reader]) -> list[_Reader] | None:
-    """The two of one te.gated, the gate first."""
-    if len(group) != 2:
-        return None
+def _gates_and_ups(group: list[_Reader]) -> list[Sequence[_Reader]]:
+    """The two of each te.gated, the gate first."""
     by_output = {user: reader for reader in group for user in reader.node.users}
-    for output in by_output:
-        for user in output.users:
-            if user.target is _GATED and all(a in by_output for a in user.args[:2]):
-                return [by_output[a] for a in user.args[:2]]  # type: ignore[index]
-    return None
+    pairs: list[Sequence[_Reader]] = []
+    for user in dict.fromkeys(user for output in by_output for user in output.users if user.target is _GATED):
+        pair = [by_output[a] for a in user.args[:2] if a in by_output]  # type: ignore[index]
+        if len({*pair}) == 2 and not any(reader in other for other in pairs for reader in pair):
+            pairs.append(pair)
+    return pairs
 
 
 def _kept_apart(stack: _Group, example_inputs: Sequence[Any]) -> bool:

@@ -1,7 +1,7 @@
 """Linears that share an input: their weights or gradients quantized into one stack."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 import torch
 
@@ -20,14 +20,17 @@ from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, SEGMENT_MULTIPLE, St
 from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = [
-    "MOST_SEGMENTS",
+    "SEGMENT_MULTIPLE",
     "linears_stack",
     "places_in_stack",
     "quantize_stacked",
     "quantize_stacked_with_amaxes",
-    "segments_stack",
+    "side_stacks",
     "stacking_pays",
+    "stacks_of",
 ]
+
+_T = TypeVar("_T")
 
 
 def _stacks(**implementations: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,10 +96,19 @@ def places_in_stack(quantizer: Quantizer, rows: Sequence[int], index: int) -> di
     return places
 
 
-def segments_stack(segments: Sequence[object]) -> bool:
-    """Whether the kernels take stacked sides of those lengths."""
-    known = all(isinstance(s, int) and s > 0 and s % SEGMENT_MULTIPLE == 0 for s in segments)
-    return known and 2 <= len(segments) <= MOST_SEGMENTS
+def side_stacks(side: object) -> bool:
+    """Whether the kernels take a stacked side of that length."""
+    return isinstance(side, int) and side > 0 and side % SEGMENT_MULTIPLE == 0
+
+
+def stacks_of(linears: Sequence[_T]) -> list[Sequence[_T]]:
+    """Neighbours, two or three in each stack: of four 2 and 2, of seven 3, 2 and 2. One linear is alone."""
+    stacks = []
+    while linears:
+        size = MOST_SEGMENTS - (len(linears) == MOST_SEGMENTS + 1)  # none stays alone
+        stacks.append(linears[:size])
+        linears = linears[size:]
+    return stacks
 
 
 def stacking_pays(

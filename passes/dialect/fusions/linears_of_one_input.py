@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from te_dynamo.dialect.gated import gated
 from te_dynamo.dialect.gemm import Gemm, add_bias, gemm
 from te_dynamo.dialect.memory import RESHAPES, is_view
 from te_dynamo.dialect.quantize import quantize
-from te_dynamo.dialect.stacked import MOST_SEGMENTS, linears_stack
+from te_dynamo.dialect.stacked import linears_stack, side_stacks, stacks_of
 from te_dynamo.passes.dialect.graph import calls, item_users
 
-__all__ = ["Linear", "Part", "Sum", "buffer_names", "groups_of_linears", "readers", "source_of"]
+__all__ = ["Linear", "Part", "Sum", "buffer_names", "readers", "source_of", "stacks_of_linears"]
 
 _aten = torch.ops.aten
 
@@ -71,21 +73,28 @@ class Linear:
         return *own, self.dgrad is None
 
 
-def groups_of_linears(graph: Graph) -> Iterator[list[Linear]]:
-    """Linears of one input, one configuration and one region of checkpointing; those that backward reads apart from others."""
+def stacks_of_linears(graph: Graph) -> Iterator[Sequence[Linear]]:
+    """Linears of one input, one configuration and one region of checkpointing, those of a stack together; alone what suits none of the others.
+
+    Those that backward reads are apart from others, and gate and up, which further fusions look for, are a stack of their own.
+    """
     in_backward = _reachable([n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name])
-    groups: dict[Any, list[Linear]] = {}
-    for product in calls(graph, gemm):
-        linear = _linear_of(product)
-        if linear is None:
-            continue
-        asked, result = Gemm.of(product), linear.result
-        dtype = result.meta["val"].dtype
+    linears = [linear for product in calls(graph, gemm) if (linear := _linear_of(product)) is not None]
+    read = collections.Counter(r for linear in linears for r in {*readers(linear.result)} if r.target is gated)
+    groups: dict[Any, dict[Any, list[Linear]]] = {}
+    for linear in linears:
+        asked, result, alike = Gemm.of(linear.product), linear.result, None
         tag = result.meta.get("ac_graph_id"), str(result.meta.get("recompute"))
-        saved = result not in in_backward and any(user in in_backward for user in readers(result))
-        key = (*asked.a, dtype, asked.fast_accum, tag, saved, linear.kind)
-        groups.setdefault(key, []).append(linear)
-    yield from (group for group in groups.values() if 2 <= len(group) <= MOST_SEGMENTS)
+        if isinstance(linear.weight, Node):
+            saved = result not in in_backward and any(user in in_backward for user in readers(result))
+            gates = next((reader for reader in readers(result) if read[reader] == 2), None)
+            alike = saved, gates, side_stacks(linear.width)
+        key = (*asked.a, result.meta["val"].dtype, asked.fast_accum, tag, linear.kind)
+        groups.setdefault(key, {}).setdefault(alike, []).append(linear)
+    for group in groups.values():
+        if len(group) > 1 or len(next(iter(group.values()))) > 1:
+            for suited in group.values():
+                yield from stacks_of(suited)
 
 
 def _linear_of(product: Node) -> Linear | None:

@@ -40,9 +40,13 @@ changes no bit. Their gradients are sums of their own, as before.
 Kept weights (passes/torch_ir/workspaces.py) are inputs of the graph as such a stack: those with one scale each, and in blocks those of which
 backward reads nothing. Each linear reads slices of it, and the fusion takes the slices away.
 
-These are left as they are:
+More than three become stacks of two or three neighbours each, gate and up one of their own: four 2 and 2, five 3 and 2. dx is the sum of
+their dgrads.
 
-- linears in NVFP4, with sides that are no multiples of 128, or more than three;
+These are left as they are, and `explain` gives the reason of all but the first:
+
+- linears in NVFP4, of several inputs or regions of checkpointing, or with weights that others read;
+- weights whose first dimension is no multiple of 128;
 - results that the graph returns, or that a view cannot read by rows of one stride;
 - a mixture of weights with and without gradient;
 - GEMMs that the cost model finds slower together;
@@ -54,7 +58,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,15 +68,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 from te_dynamo.dialect.define import is_te
 from te_dynamo.dialect.gated import gated, gated_backward
 from te_dynamo.dialect.gemm import Gemm, add_bias, gemm
-from te_dynamo.dialect.stacked import quantize_stacked, segments_stack, stacking_pays
+from te_dynamo.dialect.stacked import SEGMENT_MULTIPLE, quantize_stacked, side_stacks, stacking_pays
 from te_dynamo.passes.dialect.fusions.linears_of_one_input import (
     Linear,
     Part,
     Sum,
     buffer_names,
-    groups_of_linears,
     readers,
     source_of,
+    stacks_of_linears,
 )
 from te_dynamo.passes.dialect.graph import (
     call_like,
@@ -84,8 +88,9 @@ from te_dynamo.passes.dialect.graph import (
     sorted_topologically,
 )
 from te_dynamo.quantized.quantizers import Quantizer
+from te_dynamo.user_code import module_here
 
-__all__ = ["fuse_shared_input"]
+__all__ = ["fuse_shared_input", "linears_left"]
 
 _aten = torch.ops.aten
 _BY_ROWS = (gated, gated_backward)  # the te operations that read tensors with a row stride of their own
@@ -97,21 +102,41 @@ def fuse_shared_input(graph: Graph) -> int:
     A joint fusion; among the forward ones for inference graphs. In the forward part of a divided graph nothing is left to find.
     """
     fired = 0
-    for group in list(groups_of_linears(graph)):
-        linears = _in_order(group)
-        total = Sum.of([x.dgrad for x in linears if x.dgrad is not None]) if _sums_dgrads(linears) else None
-        if not _alike(linears, total) or not _pays(linears):
-            continue
-        views = _views_of_slices(linears)
-        if views is None:
-            continue
-        _stack(graph, linears, total)
-        for node, value in views.items():
-            node.meta["val"] = value
-        fired += 1
+    for linears, total, views, reason in _judged(graph):
+        if not reason:
+            _stack(graph, linears, total)
+            for node, value in views.items():
+                node.meta["val"] = value
+            fired += 1
     if fired:
         sorted_topologically(graph)
     return fired
+
+
+def linears_left(graph: Graph) -> list[str]:
+    """A sentence for each reason why linears of one input stay apart, of a graph that the fusion has not seen."""
+    left: dict[str, dict[str, None]] = {}
+    for linears, _, _, reason in _judged(graph):
+        paths = (module_here(linear.product) or linear.product.name for linear in linears)
+        left.setdefault(reason, {}).update(dict.fromkeys(paths))
+    left.pop("", None)
+    return [
+        f"linears are not stacked with others of their input ({', '.join([*paths][:3])}"
+        f"{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}): {reason}"
+        for reason, paths in left.items()
+    ]
+
+
+def _judged(graph: Graph) -> Iterator[tuple[list[Linear], Sum | None, dict[Node, Any], str]]:
+    """What may be a stack, the sum of its dgrads, the values of its views, and why it is none: "" where it is one."""
+    for stack in list(stacks_of_linears(graph)):
+        linears = _in_order(stack)
+        total = Sum.of([x.dgrad for x in linears if x.dgrad is not None]) if _sums_dgrads(linears) else None
+        reason = _reason_to_leave(linears, total)
+        views = {} if reason else _views_of_slices(linears)
+        if views is None:
+            reason = "a result is returned, or what reads it takes no rows of a larger tensor"
+        yield linears, total, views or {}, reason
 
 
 def _sums_dgrads(linears: list[Linear]) -> bool:
@@ -122,7 +147,7 @@ def _sums_dgrads(linears: list[Linear]) -> bool:
 # --- judging ------------------------------------------------------------------------------------------------
 
 
-def _in_order(linears: list[Linear]) -> list[Linear]:
+def _in_order(linears: Sequence[Linear]) -> list[Linear]:
     """As in the graph, but a gate before what it gates: te.gated_backward_quantize writes them so."""
 
     def place(linear: Linear) -> int:
@@ -134,14 +159,24 @@ def _in_order(linears: list[Linear]) -> list[Linear]:
     return sorted(linears, key=place)
 
 
-def _alike(linears: list[Linear], total: Sum | None) -> bool:
-    """Whether forward and backward of the linears can be one GEMM each."""
-    if not segments_stack([linear.width for linear in linears]) or not _whole(linears):
-        return False
+def _reason_to_leave(linears: list[Linear], total: Sum | None) -> str:
+    """Why forward and backward of the linears are not one GEMM each; "" if they can be."""
+    if not all(side_stacks(linear.width) for linear in linears):
+        return f"a weight's first dimension is no multiple of {SEGMENT_MULTIPLE}"
+    if len(linears) == 1:
+        return (
+            "of a stack's results backward reads all or none, all their sizes stack, and gate and up are by themselves"
+        )
+    if not _whole(linears):
+        return "their cached weights are parts of a stack that others read"
     if len({bias.meta["val"].dtype for bias in _biases(linears) if bias is not None}) > 1:
-        return False
-    if linears[0].grad is None:
-        return True
+        return "their biases have different dtypes"
+    if linears[0].grad is not None and not _alike_in_backward(linears, total):
+        return "some weights get no gradient, gradients differ in format, or the input's is more than their sum"
+    return "" if _pays(linears) else "one GEMM takes longer by the cost model"
+
+
+def _alike_in_backward(linears: list[Linear], total: Sum | None) -> bool:
     if (total is None and _sums_dgrads(linears)) or any(linear.grad is None for linear in linears):
         return False
 
@@ -271,8 +306,10 @@ def _stacked_biases(graph: Graph, linears: list[Linear]) -> Node | None:
     if some is None:
         return None
 
-    def zeros(linear: Linear) -> Node:
-        return call_like(graph, _aten.new_full.default, (some, [linear.width], -0.0), linear.product)
+    def zeros(linear: Linear) -> Node:  # aten.new_full has no lowering in Inductor
+        value = some.meta["val"]
+        how = {"dtype": value.dtype, "device": value.device}
+        return call_like(graph, _aten.full.default, ([linear.width], -0.0), linear.product, how)
 
     parts = [bias if bias is not None else zeros(linear) for bias, linear in zip(biases, linears, strict=True)]
     return call_like(graph, _aten.cat.default, (parts,), linears[0].product)

@@ -11,7 +11,7 @@ from torch import fx
 from te_dynamo import _compat
 from te_dynamo.passes.torch_ir.match.origins import parameters_below
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import without_casts
-from te_dynamo.user_code import OWNERS, clean_path, has_own_path, source_line
+from te_dynamo.user_code import OWNERS, clean_path, has_own_path, module_here, source_line
 
 __all__ = [
     "SOURCE",
@@ -34,7 +34,7 @@ def module_path(node: fx.Node, weight: fx.Node | None = None) -> str:
     """The path of the module whose forward made the node, as `named_modules` of the whole model spells it
     ("layers.0.mlp.down_proj"); without one the path of the weight's owner; "" for the model itself and where
     the graph says nothing."""
-    local = _module_here(node)
+    local = module_here(node)
     local = parameter_name(weight).rpartition(".")[0] if local is None else local
     prefix = path_prefix.get()
     if prefix is not None:
@@ -49,17 +49,11 @@ def linear_path(node: fx.Node, weight: Any) -> tuple[str, str]:
     a name of its own; (`module_path`, "") of `weight`, and of what several parameters make."""
     below = list(itertools.islice(parameters_below(weight), 2))
     path = module_path(node, below[0] if below else without_casts(weight))
-    name, here = parameter_name(below[0]) if len(below) == 1 else "", _module_here(node)
+    name, here = parameter_name(below[0]) if len(below) == 1 else "", module_here(node)
     own = name.rpartition(".")[2] if here is None else name.removeprefix(f"{here}." if here else "")
     if not has_own_path(own) or (here and own == name):
         return path, ""
     return f"{path}.{own}".removeprefix("."), own
-
-
-def _module_here(node: fx.Node) -> str | None:
-    """The module whose forward made the node, as the compiled function spells it; None where the graph does not say."""
-    stack = node.meta.get("nn_module_stack")
-    return clean_path(next(reversed(stack.values()))[0]) if stack else None
 
 
 def parameter_name(placeholder: fx.Node | None) -> str:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from te_dynamo.inspect.graphs.capture import Captured
 from te_dynamo.inspect.graphs.graph_text import statements
 from te_dynamo.inspect.page.layers import Layers
-from te_dynamo.user_code import clean_path, source_line
+from te_dynamo.user_code import module_here, source_line
 
 __all__ = ["stages_to_draw", "te_bytes"]
 
@@ -194,7 +194,7 @@ def _origins_by_number(captured: Captured, index: int) -> dict[int, tuple[str, s
         if stage in captured and index < len(captured.all(stage)):
             for graph in (captured.before(stage, index), captured.graph(stage, index)):
                 for node in graph.nodes if graph is not None else ():
-                    if (module := _own_module(node)) and "seq_nr" in node.meta and "autograd_backward" not in node.meta:
+                    if (module := module_here(node)) and "seq_nr" in node.meta and "autograd_backward" not in node.meta:
                         found.setdefault(node.meta["seq_nr"], (module, source_line(node)))
     return found
 
@@ -206,18 +206,13 @@ def _modules(graph: fx.Graph, origins: Mapping[int, tuple[str, str]]) -> dict[fx
         is_sum = (
             "autograd_backward" in node.meta and node.target is torch.ops.aten.add.Tensor
         )  # made outside of any operation
-        module = "" if is_sum else _own_module(node) or _origin(node, origins)[0]
+        module = "" if is_sum else module_here(node) or _origin(node, origins)[0]
         found[node] = module or next((found[read] for read in reversed(node.all_input_nodes) if found.get(read)), "")
     return {node: "" if node.op in ("placeholder", "output") else module for node, module in found.items()}
 
 
 def _origin(node: fx.Node, origins: Mapping[int, tuple[str, str]]) -> tuple[str, str]:
     return origins.get(node.meta.get("seq_nr", -1), ("", ""))
-
-
-def _own_module(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack")
-    return clean_path(next(reversed(stack.values()))[0]) if stack else ""
 
 
 def _whole(node: fx.Node) -> fx.Node:

@@ -25,7 +25,7 @@ class Linears(nn.Module):
     """Linears of those widths that read one input."""
 
     widths: Sequence[int] = (256, 128, 128)
-    biases: Sequence[bool] = (False, False, False, False)
+    biases: Sequence[bool] = (False,) * 7
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,6 +64,29 @@ class Biased(Linears):
     """As in Whisper: k has no bias."""
 
     biases = (True, False, True)
+
+
+class Four(Linears):
+    """More than the kernels take at once."""
+
+    widths = (128, 256, 128, 128)
+
+
+class Seven(Linears):
+    """Some with a bias, and one whose width is no multiple of 128."""
+
+    widths = (128, 256, 128, 192, 128, 384, 128)
+    biases = (True, False, False, True, False, True, False)
+
+
+class Parallel(Linears):
+    """A parallel block: attention and a gated unit read one input."""
+
+    widths = (128, 128, 128, 128, 128)
+
+    def mix(self, *results: Tensor) -> Tensor:
+        gate, *others, up = results
+        return Rotary.mix(self, *others) + F.silu(gate) * up  # type: ignore[arg-type]
 
 
 IN_BLOCKS = [
@@ -117,6 +140,54 @@ slice_6: bf16[128, 64] = aten.slice(gemm_2, start=384, end=512)
 slice_7: bf16[128, 64] = aten.slice(gemm_2, start=256, end=384)
 slice_8: bf16[256, 64] = aten.slice(gemm_2, start=0, end=256)""",
     )
+
+
+def test_four_are_two_and_two() -> None:
+    """The gradient of x is the sum of two dgrads."""
+    graphs = capture_training(Four, (32, HIDDEN), "cpu")
+    text = lines(graphs["joint"], "te.gemm", "te.quantize_stacked", "aten.add")
+    assert_expected_inline(
+        text,
+        """\
+quantize_stacked: (f8e4m3[384, 64], f8e4m3[64, 384], f32[2]) = te.quantize_stacked([linears.0.weight, linears.1.weight], e4m3[row+column], by_columns=False)
+gemm: bf16[32, 384] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_stacked[0], quantize_stacked[2]], e4m3[row], bf16, fast_accum=False, along='N', segments=[128, 256])
+quantize_stacked_1: (f8e4m3[256, 64], f8e4m3[64, 256], f32[2]) = te.quantize_stacked([linears.2.weight, linears.3.weight], e4m3[row+column], by_columns=False)
+gemm_1: bf16[32, 256] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_stacked_1[0], quantize_stacked_1[2]], e4m3[row], bf16, fast_accum=False, along='N', segments=[128, 128])
+add: bf16[32, 128] = aten.add(slice, 1.0)
+add_1: bf16[32, 256] = aten.add(slice_1, 1.0)
+add_2: bf16[32, 128] = aten.add(slice_2, 1.0)
+add_3: bf16[32, 128] = aten.add(slice_3, 1.0)
+quantize_stacked_2: (f8e5m2[32, 256], f8e5m2[256, 32], f32[2]) = te.quantize_stacked([clone_1, clone], e5m2[row+column], by_columns=True)
+gemm_2: bf16[32, 64] = te.gemm([quantize_stacked_2[0], quantize_stacked_2[2]], e5m2[row], [quantize_stacked_1[1], quantize_stacked_1[2]], e4m3[column], bf16, fast_accum=False, along='K', segments=[128, 128])
+gemm_3: bf16[256, 64] = te.gemm([quantize_stacked_2[1], quantize_stacked_2[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False, along='M', segments=[128, 128])
+quantize_stacked_3: (f8e5m2[32, 384], f8e5m2[384, 32], f32[2]) = te.quantize_stacked([clone_3, clone_2], e5m2[row+column], by_columns=True)
+gemm_4: bf16[32, 64] = te.gemm([quantize_stacked_3[0], quantize_stacked_3[2]], e5m2[row], [quantize_stacked[1], quantize_stacked[2]], e4m3[column], bf16, fast_accum=False, along='K', segments=[128, 256])
+gemm_5: bf16[384, 64] = te.gemm([quantize_stacked_3[1], quantize_stacked_3[2]], e5m2[column], [quantize[1], quantize[2]], e4m3[column], bf16, fast_accum=False, along='M', segments=[128, 256])
+add_4: bf16[32, 64] = aten.add(gemm_4, gemm_2)""",
+    )
+
+
+def segments(text: str) -> list[str]:
+    """The segments of each GEMM of a graph, "" where it is not stacked."""
+    return [line.partition("segments=")[2][:-1] for line in lines(text, "te.gemm").splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("model", "stacks"),
+    [(Seven, ["[128, 256, 128]", "[128, 384, 128]", ""]), (Parallel, ["[128, 128, 128]", "[128, 128]"])],
+)
+def test_more_than_three_are_stacks_of_two_or_three(model: type[nn.Module], stacks: list[str]) -> None:
+    """What does not stack is left out; gate and up are together, though they are not neighbours. Of kept weights too."""
+    linears, x = model().bfloat16(), torch.randn(1, 32, HIDDEN, dtype=torch.bfloat16)
+    run = torch.compile(linears, backend="te", options={"codegen": "eager"})
+    with torch.no_grad():
+        with te_dynamo.capture() as graphs:
+            expected = run(x)
+        te_dynamo.freeze(linears)
+        with te_dynamo.capture() as of_kept:
+            assert torch.equal(run(x), expected)
+    assert sorted(segments(graphs["inference"])) == sorted(segments(of_kept["inference"])) == sorted(stacks)
+    assert "te.quantize_stacked(" not in of_kept["inference"]
 
 
 def test_what_is_saved_does_not_grow() -> None:
@@ -207,12 +278,21 @@ def test_biases_are_one() -> None:
     assert_expected_inline(
         text,
         """\
-new_full: bf16[128] = aten.new_full(linears.0.bias, [128], -0.0)
-cat: bf16[512] = aten.cat([linears.0.bias, new_full, linears.2.bias])
+full: bf16[128] = aten.full([128], -0.0, dtype=bf16, device=cpu)
+cat: bf16[512] = aten.cat([linears.0.bias, full, linears.2.bias])
 gemm: bf16[32, 512] = te.gemm([quantize[0], quantize[2]], e4m3[row], [quantize_stacked[0], quantize_stacked[2]], e4m3[row], bf16, fast_accum=False, bias=cat, along='N', segments=[256, 128, 128])
 cat_1: bf16[32, 512] = aten.cat([add, add_1, add_2], -1)""",
     )
     assert graphs["joint"].count(", along='") == 3 and graphs["joint"].count("= te.bias_grad(") == 2
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_biases_of_some_in_inductor() -> None:
+    """Which lowers what stands for the others."""
+    model, x = Biased().bfloat16(), torch.randn(32, HIDDEN, dtype=torch.bfloat16)
+    eager, inductor = (torch.compile(model, backend="te", options={"codegen": c})(x) for c in ("eager", "inductor"))
+    assert torch.equal(eager, inductor)
 
 
 @pytest.mark.parametrize("recipe", ["float8_current_scaling", *IN_BLOCKS], ids=str)
@@ -236,12 +316,6 @@ class Narrow(Linears):
     """A width that is no multiple of 128."""
 
     widths = (128, 192)
-
-
-class Four(Linears):
-    """More than the kernels take."""
-
-    widths = (128, 128, 128, 128)
 
 
 class Returned(Linears):
@@ -313,9 +387,40 @@ class OneFrozen(Linears):
 
 
 @pytest.mark.parametrize("recipe", ["float8_current_scaling", IN_BLOCKS[0]], ids=["tensors", "blocks"])
-@pytest.mark.parametrize("model", [Narrow, Four, Returned, Flattened, UnboundAndFlattened, Strided, ReadByGelu])
+@pytest.mark.parametrize("model", [Narrow, Returned, Flattened, UnboundAndFlattened, Strided, ReadByGelu])
 def test_left_apart(model: type[nn.Module], recipe: object) -> None:
     assert not one_gemm(capture_inference(model, (32, HIDDEN), "cpu", recipe=recipe)["inference"])
+
+
+def attention_layers() -> nn.Module:
+    """Of the attentions, backward reads each v alone."""
+    return nn.Sequential(*(layer for _ in range(4) for layer in (Rotary(), nn.Linear(128, HIDDEN))))
+
+
+ALIKE = "of a stack's results backward reads all or none, all their sizes stack, and gate and up are by themselves"
+
+
+@pytest.mark.parametrize(
+    ("model", "left"),
+    [
+        (Narrow, {"linears.0": ALIKE, "linears.1": "a weight's first dimension is no multiple of 128"}),
+        (Returned, {"linears.0, linears.1": "a result is returned, or what reads it takes no rows of a larger tensor"}),
+        (attention_layers, {"0.linears.2, 2.linears.2, 4.linears.2 and 1 more": ALIKE}),
+        (
+            OneFrozen,
+            {
+                "linears.0, gemm_1": "some weights get no gradient, gradients differ in format, or the input's is more than their sum"
+            },
+        ),
+        (Seven, {"linears.3": "a weight's first dimension is no multiple of 128"}),
+        (Four, {}),
+    ],
+)
+def test_explain_says_why(model: Callable[[], nn.Module], left: dict[str, str]) -> None:
+    x = torch.randn(1, 32, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    explained = te_dynamo.explain(model().bfloat16(), x, options={"codegen": "eager"})
+    expected = [f"linears are not stacked with others of their input ({paths}): {why}" for paths, why in left.items()]
+    assert explained.to_dict()["notes"] == expected
 
 
 class OfTwoCheckpoints(Linears):
@@ -360,7 +465,7 @@ def run(model: type[nn.Module], fusions: bool) -> Callable[[Tensor], object]:
 
 
 @pytest.mark.one_fast_case
-@pytest.mark.parametrize("model", [Linears, Biased, Rotary])
+@pytest.mark.parametrize("model", [Linears, Biased, Rotary, Four, Seven, Parallel])
 def test_numbers_with_a_scale_a_row_are_those_apart(model: type[nn.Module]) -> None:
     """In every bit, as no sum is another."""
     torch.manual_seed(0)
@@ -375,7 +480,7 @@ def test_numbers_with_a_scale_a_row_are_those_apart(model: type[nn.Module]) -> N
 
 
 @pytest.mark.one_fast_case
-@pytest.mark.parametrize("model", slow_but(1, [Linears, Biased, Rotary, SwiGLU]))
+@pytest.mark.parametrize("model", slow_but(1, [Linears, Biased, Rotary, SwiGLU, Four, Seven, Parallel]))
 @pytest.mark.parametrize("recipe", slow_but(1, IN_BLOCKS), ids=str)
 def test_numbers_with_a_scale_a_block_are_those_apart(model: type[nn.Module], recipe: Recipe) -> None:
     """In every bit, but that the input's gradient is rounded once: it is that of the one linear that the linears are together."""
@@ -414,7 +519,7 @@ def test_a_stack_in_blocks_is_one_linear_of_both_weights(recipe: Recipe) -> None
 
 @pytest.mark.one_fast_case
 @pytest.mark.parametrize("dtype", slow_but(1, [torch.bfloat16, torch.float32]), ids=str)
-@pytest.mark.parametrize("model", [Linears, Biased, Rotary])
+@pytest.mark.parametrize("model", [Linears, Biased, Rotary, Four, Seven, Parallel])
 def test_numbers_are_those_apart(model: type[nn.Module], dtype: torch.dtype) -> None:
     """Forward and the weights' gradients in every bit; the input's gradient is rounded once in place of three times."""
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.products import LINEAR, Si
 from te_dynamo.passes.torch_ir.match.values import calls, is_number, left_as_plain, tensor_of
 from te_dynamo.passes.torch_ir.match.where import parameter_name, path_prefix
 from te_dynamo.report import MatchRecord
-from te_dynamo.user_code import clean_path
+from te_dynamo.user_code import module_here
 
 __all__ = ["match_attention"]
 
@@ -171,5 +171,5 @@ def _owner(weight: Any) -> str:
 def _name_after_weight(node: fx.Node) -> None:
     """A linear of a parameter that a module within holds (out_proj, linear1) has that module's path, for rules and explain."""
     owner, stack = _owner(node.args[1]) if calls(node, LINEAR) else "", node.meta.get("nn_module_stack")
-    if owner and stack and clean_path(next(reversed(stack.values()))[0]) != owner:
+    if owner and stack and module_here(node) != owner:
         node.meta["nn_module_stack"] = {**stack, owner: (owner, torch.nn.Linear)}
