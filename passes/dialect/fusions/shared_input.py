@@ -164,9 +164,7 @@ def _reason_to_leave(linears: list[Linear], total: Sum | None) -> str:
     if not all(side_stacks(linear.width) for linear in linears):
         return f"a weight's first dimension is no multiple of {SEGMENT_MULTIPLE}"
     if len(linears) == 1:
-        return (
-            "of a stack's results backward reads all or none, all their sizes stack, and gate and up are by themselves"
-        )
+        return "backward reads its result and not theirs, or theirs and not its, one of them is no multiple of 128 wide, or two are gate and up"
     if not _whole(linears):
         return "their cached weights are parts of a stack that others read"
     if len({bias.meta["val"].dtype for bias in _biases(linears) if bias is not None}) > 1:

@@ -397,7 +397,7 @@ def attention_layers() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(4) for layer in (Rotary(), nn.Linear(128, HIDDEN))))
 
 
-ALIKE = "of a stack's results backward reads all or none, all their sizes stack, and gate and up are by themselves"
+ALIKE = "backward reads its result and not theirs, or theirs and not its, one of them is no multiple of 128 wide, or two are gate and up"
 
 
 @pytest.mark.parametrize(
