@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from te_dynamo.dialect.activation import activation_backward_quantize, activation_quantize
+from te_dynamo.dialect.define import leaving
 from te_dynamo.dialect.fakes import fake_mode_of
 from te_dynamo.dialect.gated import gated_backward_quantize, gated_backward_quantize_halves, gated_quantize
 from te_dynamo.dialect.memory import written_by_inductor
@@ -39,7 +40,12 @@ _SITES = (
 
 
 def give_hints(graph: Graph) -> dict[Node, Node]:
-    """The hints of each node that guesses its scales, int64 [its scales, 2]: slices of a copy, which is put before the first of them."""
+    """The hints of each node that guesses its scales, int64 [its scales, 2]: slices of a copy, which is put before the first of them.
+
+    None in a package that leaves Python, where the hints are.
+    """
+    if leaving.get():
+        return {}
     counts = {node: _scales(node) for node in graph.nodes if node.target in _SITES and _guesses(node)}
     if not counts:
         return {}

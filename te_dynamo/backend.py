@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,10 +181,7 @@ class _Compilation:
 def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compilation) -> Callable[..., Any]:
     from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 
-    devices = {x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.is_cuda}
-    _check_margin(devices, compilation.options.sm_margin)
-    if devices:
-        use_remembered()
+    _prepare_devices(example_inputs, compilation.options.sm_margin)
     _watch_for_freezing(example_inputs)
     example_inputs, asynchronous = plain_examples(gm, example_inputs)
     if compilation.options.save_weights is None and managed_by_fsdp(gm, example_inputs):
@@ -254,6 +251,26 @@ def exported_graph(gm: GraphModule, model: Module, options: Options, report: Rep
     in_exports_form(gm, values, [buffer for made in make_buffers(workspaces, inputs) for buffer in made.values()])
 
 
+def package_of_kernels(
+    program: torch.export.ExportedProgram, path: str, options: Options, report: Report, inductor: Mapping[str, Any]
+) -> str:
+    """Writes AOTInductor's package of an exported graph with te operations, for te_dynamo.export: their Triton kernels are in it."""
+    if found := _without_kernels(_nodes(program.graph_module), "val"):
+        raise UnsupportedError(
+            f"te_dynamo.export: kernels='triton' needs kernels for every te operation, and {found}: leave kernels='triton' out"
+        )
+    install()
+    _prepare_devices((node.meta.get("val") for node in program.graph.nodes), options.sm_margin)
+    chosen = {**inductor_options(True), **dict(options.inductor), **inductor}
+    chosen = _with_stages(chosen, _Compilation(options, report, GraphInProgress()))
+    token = _phase.set("inference")
+    try:
+        with compiling_ours(), sm_margin(options.sm_margin):
+            return torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=chosen)
+    finally:
+        _phase.reset(token)
+
+
 def _nodes(gm: GraphModule) -> Iterator[Node]:
     """Those of the bodies in it too."""
     return (node for body in gm.modules() if isinstance(body, GraphModule) for node in body.graph.nodes)
@@ -313,19 +330,25 @@ def _compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], compi
     patches: dict[str, Any] = {**inductor_options(ours), **dict(compilation.options.inductor)}
     _check_cpp_wrapper(gm, patches)
     extern_gemm.register()
-    key = cache_key(compilation.options, fusion_key(), tuned_key())
-    for hook, stage in (
-        ("joint_custom_pre_pass", compilation.joint),
-        ("post_grad_custom_pre_pass", lambda graph: compilation.divided(graph, _phase.get())),
-        ("post_grad_custom_post_pass", lambda graph: compilation.lower(graph, _phase.get())),
-    ):
-        patches[hook] = _chained(hook, stage, patches, key)
+    patches = _with_stages(patches, compilation)
     with compiling_ours():  # a cache may answer, whose code then loads its kernels outside of `inner`
         return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
 
 
-def _check_margin(devices: set[torch.device], margin: int) -> None:
-    """Raises InvalidOptionError where products would have no multiprocessor left."""
+def _with_stages(patches: Mapping[str, Any], compilation: _Compilation) -> dict[str, Any]:
+    """Inductor's options with our passes in its hooks."""
+    key = cache_key(compilation.options, fusion_key(), tuned_key())
+    hooks = {
+        "joint_custom_pre_pass": compilation.joint,
+        "post_grad_custom_pre_pass": lambda graph: compilation.divided(graph, _phase.get()),
+        "post_grad_custom_post_pass": lambda graph: compilation.lower(graph, _phase.get()),
+    }
+    return {**patches, **{hook: _chained(hook, stage, patches, key) for hook, stage in hooks.items()}}
+
+
+def _prepare_devices(values: Iterable[Any], margin: int) -> None:
+    """What was measured of the GPUs that tensors are on is used. Raises InvalidOptionError where products would have no multiprocessor left."""
+    devices = {x.device for x in values if isinstance(x, torch.Tensor) and x.is_cuda}
     for device in devices:
         count = target_of(device).multiprocessors
         if margin >= count:
@@ -333,6 +356,8 @@ def _check_margin(devices: set[torch.device], margin: int) -> None:
                 f"te_dynamo: sm_margin leaves {margin} multiprocessors to other kernels, and {device} has {count} in all: at most "
                 f"{count - 1} can be left (without the option it is torch's own carve-out)"
             )
+    if devices:
+        use_remembered()
 
 
 def _check_cpp_wrapper(gm: GraphModule, patches: Mapping[str, Any]) -> None:
@@ -341,16 +366,22 @@ def _check_cpp_wrapper(gm: GraphModule, patches: Mapping[str, Any]) -> None:
 
     if not patches.get("cpp_wrapper", config.cpp_wrapper):
         return
-    for node in _nodes(gm):
-        value = next((x.meta.get("example_value") for x in node.all_input_nodes), None) if is_te(node.target) else None
-        available = availability.kernels_available(value.device) if isinstance(value, torch.Tensor) else None
+    if found := _without_kernels(_nodes(gm), "example_value"):
+        raise InvalidOptionError(
+            f"te_dynamo: cpp_wrapper needs kernels for every te operation, and {found}: leave cpp_wrapper out, or the linears in the model's "
+            "precision by recipe=None"
+        )
+
+
+def _without_kernels(nodes: Iterable[Node], value: str) -> str:
+    """Why a te operation has no kernel, and which is the first; "" where all have one. value: what its fake is called in meta."""
+    for node in nodes:
+        fake = next((x.meta.get(value) for x in node.all_input_nodes), None) if is_te(node.target) else None
+        available = availability.kernels_available(fake.device) if isinstance(fake, torch.Tensor) else None
         if available is not None and not available.ok:
             line = source_line(node)
-            raise InvalidOptionError(
-                f"te_dynamo: cpp_wrapper needs kernels for every te operation, and {available.reason} "
-                f"(first met: {node.target}{f', {line}' if line else ''}): leave cpp_wrapper out, or the linears in the model's precision "
-                "by recipe=None"
-            )
+            return f"{available.reason} (first met: {node.target}{f', {line}' if line else ''})"
+    return ""
 
 
 def _chained(hook: str, stage: Callable[[Graph], None], patches: Mapping[str, Any], key: str) -> Any:

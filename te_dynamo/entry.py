@@ -139,6 +139,7 @@ def export(
     kwargs: Mapping[str, Any] | None = None,
     *,
     path: str | Path | None = None,
+    kernels: Literal["torch", "triton"] = "torch",
     dynamic_shapes: Any = None,
     recipe: str | Recipe | None = UNSET,
     rules: Sequence[tuple[str, str | Recipe | None]] = UNSET,
@@ -149,50 +150,57 @@ def export(
     model:          in eval mode; frozen, from `load_checkpoint`, or with weights in high precision, which are quantized here.
     args, kwargs:   example inputs of a call.
     path:           of the AOTInductor package (".pt2") to write, which torch._inductor.aoti_load_package loads; None writes none.
+    kernels:        of the package: torch's, or te_dynamo's in Triton, for GPUs as the one that is here. The program has torch's.
     dynamic_shapes: as for torch.export.export.
     recipe, rules:  as for te_dynamo.compile. What they leave, and what cannot be quantized, stays in the model's precision.
     inductor:       options of Inductor for the package.
 
-    Activations are quantized with the bits that a compiled model's have; products are torch._scaled_mm, of blocks, MXFP8 and NVFP4 of
-    dequantized codes. No kernel of te_dynamo's goes into a package.
+    Activations are quantized with the bits that a compiled model's have; torch's products are torch._scaled_mm, of blocks, MXFP8 and NVFP4 of
+    dequantized codes.
 
-    Raises InputError for a model in training mode, UnsupportedError for what torch.export does not trace, DTensors and a mixture's experts.
+    Raises InputError for a model in training mode and for kernels that there are not, UnsupportedError for what torch.export does not trace,
+    DTensors, a mixture's experts, and a package of Triton kernels for a device that runs none.
     """
+    from te_dynamo.backend import package_of_kernels
+    from te_dynamo.dialect.define import leaving
     from te_dynamo.inspect.explain import Explanation
     from te_dynamo.inspect.target import options_and_mode, unwrap
+    from te_dynamo.lowering.aten import decompositions
 
     target, given = unwrap(model)
     options = Options.parse(options_and_mode(given, None, None, recipe, rules))
     _check_leaves(target, args, kwargs)
-    program, report = _program(target, (args, dict(kwargs or {}), dynamic_shapes), options)
-    explanation = Explanation([report], [], model=type(target).__name__)
-    if path is None:
-        return Exported(program, explanation, None)
-    # Casts round, as they do where each operation runs by itself.
-    chosen = {"emulate_precision_casts": True, **dict(options.inductor), **(inductor or {})}
-    written = torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=chosen)
-    return Exported(program, explanation, written)
+    _check_kernels(kernels, path)
+    token = leaving.set(True)
+    try:
+        ours, report = _program(target, (args, dict(kwargs or {}), dynamic_shapes), options)
+        program, written = ours.run_decompositions(decompositions()), None
+        if kernels == "triton":
+            written = package_of_kernels(ours, str(path), options, report, inductor or {})
+        elif path is not None:
+            # Casts round, as they do where each operation runs by itself.
+            chosen = {"emulate_precision_casts": True, **dict(options.inductor), **(inductor or {})}
+            written = torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=chosen)
+    finally:
+        leaving.reset(token)
+    return Exported(program, Explanation([report], [], model=type(target).__name__), written)
 
 
 def _program(model: Any, call: Any, options: Options) -> tuple[torch.export.ExportedProgram, Report]:
-    """call: what torch.export.export takes behind the model."""
+    """The program with te operations. call: what torch.export.export takes behind the model."""
     from torch._dynamo.exc import RestartAnalysis
 
     from te_dynamo.backend import exported_graph
-    from te_dynamo.dialect.define import leaving
-    from te_dynamo.lowering.aten import decompositions
     from te_dynamo.report import Report
 
-    report, token = Report(), leaving.set(True)
+    report = Report()
     try:
         with torch.no_grad():
             graph = _trace(model, *call).module()
             exported_graph(graph, model, options, report)
-            return _trace(graph, *call).run_decompositions(decompositions()), report
+            return _trace(graph, *call), report
     except RestartAnalysis:  # a dropped weight with another reader has its values again
         return _program(model, call, options)
-    finally:
-        leaving.reset(token)
 
 
 def _trace(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> torch.export.ExportedProgram:
@@ -205,6 +213,15 @@ def _trace(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> tor
         raise UnsupportedError(
             f"te_dynamo.export: torch.export does not trace {type(model).__name__}: {line}"
         ) from error
+
+
+def _check_kernels(kernels: str, path: Any) -> None:
+    if kernels not in ("torch", "triton"):
+        raise InputError(f"te_dynamo.export: kernels is 'torch' or 'triton', got {kernels!r}")
+    if kernels == "triton" and path is None:
+        raise InputError(
+            "te_dynamo.export: Triton kernels go into a package: give its path, or leave kernels='triton' out"
+        )
 
 
 def _check_leaves(model: Any, args: Any, kwargs: Any) -> None:

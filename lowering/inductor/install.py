@@ -11,6 +11,7 @@ from typing import Any
 from te_dynamo.lowering.inductor.cpp_scratch import cpp_scratch
 from te_dynamo.lowering.inductor.define_kernel import define_kernel
 from te_dynamo.lowering.inductor.fake_values import incremental_update
+from te_dynamo.lowering.inductor.kept_constants import can_inline_constant
 from te_dynamo.lowering.inductor.launch_buffers import allocate_late, operands_once
 from te_dynamo.lowering.inductor.launchers import make_launcher
 from te_dynamo.lowering.inductor.mutation import analyse
@@ -26,6 +27,7 @@ WRAPPERS = {
     "torch._inductor.codegen.wrapper.PythonWrapperCodegen.define_kernel": define_kernel,
     "torch._inductor.memory.reorder_for_peak_memory": allocate_late,
     "torch._inductor.graph.constrain_to_fx_strides": operands_once,
+    "torch._inductor.graph.GraphLowering.can_inline_constant": can_inline_constant,
     WORKERS.name: submit,
     RECOMPILATION.name: recompilation_reasons,
     "torch._inductor.runtime.triton_heuristics.TritonCompileResult.make_launcher": make_launcher,

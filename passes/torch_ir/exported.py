@@ -2,7 +2,7 @@
 
 torch.export   w = get_attr[0.weight];  x = placeholder;  y = aten.linear(x, w)
 Dynamo's form  w = placeholder;  x = placeholder;  y = aten.linear(x, w)            meta: example_value, the module's path, the source
-back           data = get_attr[workspace_0_data];  x = placeholder;  y = te.linear_with_workspace(x, None, None, config, [data, ..])[0]
+back           data = get_attr[quantized_0_data];  x = placeholder;  y = te.linear_with_workspace(x, None, None, config, [data, ..])[0]
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def in_exports_form(gm: fx.GraphModule, stored: Mapping[str, Any], buffers: Sequ
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     for node, buffer in zip(placeholders[len(placeholders) - len(buffers) :], buffers, strict=True):
-        _become_attribute(gm, node, node.name, buffer)
+        # What is called a workspace, Inductor takes for memory of its own.
+        _become_attribute(gm, node, node.name.replace("workspace", "quantized"), buffer)
     for node in placeholders[: len(placeholders) - len(buffers)]:
         name = node.meta.get(_ATTRIBUTE)
         if name is None:

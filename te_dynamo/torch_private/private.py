@@ -115,7 +115,8 @@ class Private:
             return wrapper(own, *args, **kwargs) if everywhere or _ours.get() else own(*args, **kwargs)
 
         setattr(ours_or_own, _MARK, True)
-        setattr(owner, attribute, ours_or_own)
+        static = isinstance(vars(owner).get(attribute), staticmethod)
+        setattr(owner, attribute, staticmethod(ours_or_own) if static else ours_or_own)
 
 
 _MARK = "_te_dynamo_wraps"

@@ -156,6 +156,10 @@ TABLE = (
         "an operand of a kernel of ours is computed once, not for each argument that it is",
         "time and memory: two more copies of each activation of which rows or columns alone are quantized",
     ),
+    Private(
+        "torch._inductor.graph.GraphLowering.can_inline_constant", _CODE,
+        "in a package a weight's scale is a tensor that kernels of ours read", "a kernel for each scale of a weight in such a package",
+    ),
     WORKERS,
     Private(
         "torch._inductor.runtime.triton_heuristics.TritonCompileResult.make_launcher", _CODE,

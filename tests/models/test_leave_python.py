@@ -242,6 +242,18 @@ def test_what_cannot_leave_is_named() -> None:
         te_dynamo.export(experts, (x.bfloat16(), torch.tensor([8, 16, 24, 32], dtype=torch.int32)))
 
 
+def test_kernels_that_no_package_has_are_named(tmp_path: Path) -> None:
+    given, path = (block(), (rows(),)), tmp_path / "model.pt2"
+    with pytest.raises(
+        UnsupportedError, match=r"kernels='triton'.*device cpu has no FP8 kernels \(first met: te\.layer_norm"
+    ):
+        te_dynamo.export(*given, kernels="triton", path=path)
+    with pytest.raises(InputError, match=r"go into a package: give its path"):
+        te_dynamo.export(*given, kernels="triton")
+    with pytest.raises(InputError, match=r"kernels is 'torch' or 'triton', got 'gluon'"):
+        te_dynamo.export(*given, kernels="gluon", path=path)  # type: ignore[arg-type]
+
+
 def test_a_dtensor_does_not_leave() -> None:
     from torch.distributed.tensor import DTensor, init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -127,6 +127,19 @@ def _doubled(x: int) -> int:
     return 2 * x
 
 
+class _Holder:
+    @staticmethod
+    def halved(x: int) -> int:
+        return x // 2
+
+
+def test_a_static_method_stays_one() -> None:
+    Private(f"{__name__}._Holder.halved", "", "a test").wrap(lambda own, x: own(x) + 1)
+    assert _Holder().halved(4) == 2
+    with compiling_ours():
+        assert _Holder().halved(4) == _Holder.halved(4) == 3
+
+
 def test_a_second_installation_changes_nothing() -> None:
     door.install()
     wrapped = [entry for entry in TABLE if entry.name in door.WRAPPERS and entry.active]

@@ -195,6 +195,33 @@ def test_bad_files(tmp_path: Path) -> None:
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_a_tensor_parallel_plan_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers fills this rank's shards, which may end within a block: its part is played by DTensors put in a weight's place."""
+    from torch.distributed.tensor import DTensor, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from te_dynamo.weights.checkpoint.from_pretrained import StoredQuantizer
+
+    te_dynamo.save_checkpoint(llama(), tmp_path, "fp8", recipe="float8_block_scaling", rules=[("lm_head", None)])
+    finish = StoredQuantizer._process_model_after_weight_loading
+
+    def shard_and_finish(self: Any, model: Any, **kwargs: Any) -> Any:
+        module = model.get_submodule("model.layers.0.mlp.up_proj")
+        for name, part in module.named_parameters():
+            shard = DTensor.from_local(part.detach(), init_device_mesh("cpu", (2,)))
+            setattr(module, name, nn.Parameter(shard, requires_grad=False))
+        return finish(self, model, **kwargs)
+
+    monkeypatch.setattr(StoredQuantizer, "_process_model_after_weight_loading", shard_and_finish)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        message = r"'model\.layers\.0\.mlp\.up_proj\.weight' was sharded by transformers: load a quantized file without a tp_plan"
+        with pytest.raises(CheckpointError, match=message):
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_names_that_transformers_owns_are_taken_when_asked_for() -> None:
     for method, message in (("gptq", "is not known"), ("torchao", "transformers loads such models itself")):
         with pytest.raises(CheckpointError, match=message):
