@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from te_dynamo.dialect import LinearConfig
 from te_dynamo.dialect.fakes import quantized, quantized_stack
-from te_dynamo.dialect.stacked import linears_stack, places_in_stack, segments_stack
+from te_dynamo.dialect.stacked import places_in_stack, segments_stack
 from te_dynamo.errors import KeptWeightError
 from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.match.mutation import reads_through, written_inputs
@@ -308,9 +308,7 @@ def _stacks(readers: list[_Reader], example_inputs: Sequence[Any]) -> Iterable[_
 
 def _stacks_kept(quantizer: Quantizer) -> bool:
     """Whether kept weights may be a stack: in blocks where nobody reads columns, of which no slice is a part's own buffer."""
-    return quantizer.one_scale or (
-        quantizer.stacks == "blocks" and linears_stack(quantizer) and not quantizer.columnwise
-    )
+    return quantizer.one_scale or (quantizer.stacks == "blocks" and not quantizer.columnwise)
 
 
 def _gate_and_up(group: list[_Reader]) -> list[_Reader] | None:

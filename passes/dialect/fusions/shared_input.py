@@ -26,7 +26,7 @@ With a scale a row, dgrads stay apart: along K, segments with scales of rows eac
 Wgrads stay apart too where a gated unit's backward writes dgate and dup with such scales itself (activation_backward_quantize.py).
 
 With a scale a block, no block is of two tensors: the stack's buffers are those of the concatenation, and each of the three GEMMs is one as any
-other. This has not been timed, and comes with `fused_producers=True` of block scaling and MXFP8.
+other. Gate and up stay apart in training: of both gradients in one tensor a step's peak would be higher than in 16 bits (low_memory.py).
 
     after     q: (f8e4m3[2N, K], f32[2N/128, K/128], f8e4m3[K, 2N], f32[K/128, 2N/128]) = te.quantize_stacked([gate.weight, up.weight], e4m3 128x128[row+column], False)
               y: bf16[M, 2N] = te.gemm([x.data, x.scale_inv], e4m3 1x128[row], [q.data, q.scale_inv], e4m3 128x128[row], bf16, False)
@@ -100,7 +100,7 @@ def fuse_shared_input(graph: Graph) -> int:
     for group in list(groups_of_linears(graph)):
         linears = _in_order(group)
         total = Sum.of([x.dgrad for x in linears if x.dgrad is not None]) if _sums_dgrads(linears) else None
-        if not _alike(linears, total) or not _pays(linears):
+        if not _alike(linears, total) or not _pays(linears) or _quantized_where_made(linears, "blocks"):
             continue
         views = _views_of_slices(linears)
         if views is None:
@@ -212,11 +212,11 @@ def _views_of_slices(linears: list[Linear]) -> dict[Node, Any] | None:
     return values
 
 
-def _quantized_where_made(linears: list[Linear]) -> bool:
-    """Whether a gated unit's backward writes each gradient with scales of rows: to stack them, it would have to write 16 bits too."""
+def _quantized_where_made(linears: list[Linear], scales: str) -> bool:
+    """Whether a gated unit's backward writes each gradient with such scales."""
     grads: list[Any] = [linear.grad for linear in linears if linear.grad is not None]
     made = {node for grad in grads for node in source_of(grad).all_input_nodes}
-    apart = all(grad.args[1].fused_producers and grad.args[1].stacks == "rows" for grad in grads)
+    apart = all(grad.args[1].stacks == scales for grad in grads)
     return apart and len(made) == 1 and made.pop().target is gated_backward
 
 
@@ -240,7 +240,7 @@ def _stack(graph: Graph, linears: list[Linear], total: Sum | None) -> None:
     for linear in linears:
         if linear.biased is not None:
             graph.erase_node(linear.product)
-    wgrads = [] if _quantized_where_made(linears) else [x.wgrad for x in linears if x.wgrad is not None]
+    wgrads = [] if _quantized_where_made(linears, "rows") else [x.wgrad for x in linears if x.wgrad is not None]
     if total is not None or wgrads:
         grads = _quantize_all(graph, [x.grad for x in linears if x.grad is not None], by_columns=True)
         if total is not None and first.dgrad is not None:
