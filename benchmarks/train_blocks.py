@@ -85,10 +85,7 @@ PROVIDERS: dict[str, Callable[[nn.Module], Callable]] = {
     # What is off by default.
     "te powers of two": te(power_of_two_scales=True),
     "te one pass": te(power_of_two_scales=True, one_pass=True),
-    "te block fused": te("Float8BlockScaling", fused_producers=True),
-    "te MXFP8/128 fused": te("MXFP8BlockScaling", scale_block=128, fused_producers=True),
     "te MXFP8/128 2-D": te("MXFP8BlockScaling", scale_block=128, weight_block_dims=2),
-    "te rowwise fused": te("Float8RowwiseScaling", fused_producers=True),
 }
 
 

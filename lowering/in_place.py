@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from te_dynamo.dialect.gated import gated_backward_quantize, gated_backward_quantize_halves
+from te_dynamo.dialect.gated import gated_backward, gated_backward_quantize, gated_backward_quantize_halves
 from te_dynamo.dialect.gemm import Gemm, choice_for, gemm
 from te_dynamo.dialect.memory import may_be_overwritten
+from te_dynamo.kernels.activation.gated import gated_backward as run_gated_backward
 from te_dynamo.kernels.activation.gated_in_place import (
     COLUMNS_MULTIPLE,
     MOST_COLUMNS,
@@ -30,6 +31,9 @@ def launches_in_place(node: Node) -> Callable[..., Any] | None:
     cannot hold the result."""
     if node.target is gemm:
         return _run_sum if sum_fits_addend(node) else None
+    if node.target is gated_backward:
+        places = [_holds_a_gradient(node.args[index], node) for index in (0, 2)]
+        return _runs_gradients(*places) if any(places) else None
     return _gated_backward_in_place(node)
 
 
@@ -50,6 +54,16 @@ def sum_fits_addend(node: Node) -> bool:
         and choice_for(node, "add").fused
         and may_be_overwritten(addend, node)
     )
+
+
+def _runs_gradients(over_dy: bool, over_up: bool) -> Callable[..., list[torch.Tensor]]:
+    return lambda *arguments: [*run_gated_backward(*arguments, over_dy, over_up)]
+
+
+def _holds_a_gradient(given: Any, node: Node) -> bool:
+    """Whether te.gated_backward may write a gradient over an argument: each value in the place of one that its program has read."""
+    value = given.meta["val"]
+    return value.is_contiguous() and value.dtype == node.meta["val"][0].dtype and may_be_overwritten(given, node)
 
 
 def _gated_backward_in_place(node: Node) -> Callable[..., list[torch.Tensor]] | None:

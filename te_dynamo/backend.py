@@ -50,7 +50,7 @@ from te_dynamo.passes.dialect.cse import merge_common_subexpressions
 from te_dynamo.passes.dialect.fuser import check_choice, fuse
 from te_dynamo.passes.dialect.fusions.shared_input import linears_left
 from te_dynamo.passes.dialect.late_weight_gradients import make_weight_gradients_late
-from te_dynamo.passes.dialect.low_memory import make_columns_late
+from te_dynamo.passes.dialect.low_memory import make_columns_late, write_gradients_in_16_bits
 from te_dynamo.passes.dialect.recompute import save_products_only
 from te_dynamo.passes.dialect.saved_inputs import save_inputs_themselves
 from te_dynamo.passes.dialect.saved_weights import choose_saved_weights
@@ -151,6 +151,7 @@ class _Compilation:
             if self.options.low_memory:
                 make_columns_late(graph)
                 make_weight_gradients_late(graph)
+                write_gradients_in_16_bits(graph)
         self.record(phase, graph)
 
     def lower(self, graph: Graph, phase: str) -> None:

@@ -162,8 +162,6 @@ class Float8RowwiseScaling(_OneQuantizer):
     backward_format: of gradients, "e5m2" or "e4m3". Inputs and weights are e4m3.
     power_of_two_scales: round each scale down to a power of two.
     amax_epsilon: lower bound of a row's amax before the scale is computed.
-    fused_producers: norms, activations and their gradients write the rows, for 0.62 to 0.75 of the bytes beside the GEMMs. Off, as its time has
-        not been measured.
     """
 
     name: ClassVar[str] = "float8_rowwise"
@@ -172,14 +170,12 @@ class Float8RowwiseScaling(_OneQuantizer):
     backward_format: str = _one_of("e5m2", "e4m3")
     power_of_two_scales: bool = _one_of(False, True)
     amax_epsilon: float = 0.0
-    fused_producers: bool = _one_of(False, True)
 
     def _quantizer(self, fp8_format: str) -> Quantizer:
         return Float8RowwiseQuantizer(
             fp8_format=fp8_format,
             power_of_two_scale=self.power_of_two_scales,
             amax_epsilon=self.amax_epsilon,
-            fused_producers=self.fused_producers,
         )
 
     def quantizes(self) -> tuple[bool, bool, bool]:
@@ -195,8 +191,6 @@ class Float8BlockScaling(Recipe):
     backward_format: of gradients, "e4m3" or "e5m2". Inputs and weights are e4m3.
     power_of_two_scales: round each scale down to a power of two.
     amax_epsilon: lower bound of a block's amax before the scale is computed.
-    fused_producers: norms, activations and their gradients write the blocks, GEMMs add residuals, and linears of one input are one GEMM, for
-        0.63 to 0.76 of the bytes beside the GEMMs. Off, as its time has not been measured.
     """
 
     name: ClassVar[str] = "float8_block_scaling"
@@ -207,7 +201,6 @@ class Float8BlockScaling(Recipe):
     backward_format: str = _one_of("e4m3", "e5m2")
     power_of_two_scales: bool = _one_of(True, False)
     amax_epsilon: float = 0.0
-    fused_producers: bool = _one_of(False, True)
 
     def _quantizer(self, fp8_format: str, block_dims: int) -> Quantizer:
         return Float8BlockQuantizer(
@@ -215,7 +208,6 @@ class Float8BlockScaling(Recipe):
             block_dims=block_dims,
             power_of_two_scale=self.power_of_two_scales,
             amax_epsilon=self.amax_epsilon,
-            fused_producers=self.fused_producers,
         )
 
     def input_quantizer(self) -> Quantizer:
@@ -237,8 +229,6 @@ class MXFP8BlockScaling(_OneQuantizer):
     weight_block_dims: 1, or 2 for one scale for as many rows of a weight, written once for each: still valid MXFP8. Forward and backward then
         multiply by the same weight, which is quantized once, and travels in FP8 under FSDP2 (docs/distributed.md).
     backward_format: of gradients, "e4m3" or "e5m2". Inputs and weights are e4m3.
-    fused_producers: norms, activations and their gradients write the blocks, GEMMs add residuals, and linears of one input are one GEMM, for
-        0.63 to 0.76 of the bytes beside the GEMMs. Off, as its time has not been measured.
     """
 
     name: ClassVar[str] = "mxfp8"
@@ -248,14 +238,12 @@ class MXFP8BlockScaling(_OneQuantizer):
     scale_block: int = _one_of(32, 128)
     weight_block_dims: int = _one_of(1, 2)
     backward_format: str = _one_of("e4m3", "e5m2")
-    fused_producers: bool = _one_of(False, True)
 
     def _quantizer(self, fp8_format: str, block_dims: int = 1) -> Quantizer:
         return MXFP8Quantizer(
             fp8_format=fp8_format,
             scale_block=self.scale_block,
             block_dims=block_dims,
-            fused_producers=self.fused_producers,
         )
 
     def weight_quantizer(self) -> Quantizer:

@@ -145,10 +145,10 @@ def gated_partial_amaxes(gate: torch.Tensor, up: torch.Tensor, kind: str) -> tor
 
 
 def gated_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str, over_dy: bool = False, over_up: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dgate, dup), contiguous, in gate's shape and dtype."""
-    [dgate, dup] = made(source_of_gradients(dy, gate, up, kind))
+    """(dgate, dup), contiguous, in gate's shape and dtype. over_dy, over_up: dgate, dup in the memory of dy, up, which is such a tensor too."""
+    [dgate, dup] = made(source_of_gradients(dy, gate, up, kind), dy if over_dy else None, up if over_up else None)
     return dgate, dup
 
 

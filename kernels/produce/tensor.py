@@ -48,10 +48,11 @@ def write_tile(name: str, itemsize: int, size: tuple[Size, Size], columnwise: bo
     return cast_tile(*size, columnwise, (rows // (1 + halved), columns, warps))
 
 
-def made(source: Source) -> list[torch.Tensor]:
-    """The result, or both gradients: the unfused function."""
+def made(source: Source, *into: torch.Tensor | None) -> list[torch.Tensor]:
+    """The result, or both gradients: the unfused function. into: what each is written to, perhaps an input; None is new."""
     x, (_, columns) = source.like, rows_and_columns(source.like.shape)
-    kept = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(1 + source.is_pair)]
+    given = into or (None,) * (1 + source.is_pair)
+    kept = [torch.empty(x.shape, dtype=x.dtype, device=x.device) if y is None else y for y in given]
     _write(source, amax_tile(columns), kept, {})
     return kept
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from te_dynamo.dialect import is_te
-from te_dynamo.dialect.gated import gated_backward_quantize, gated_backward_quantize_halves
+from te_dynamo.dialect.gated import gated_backward, gated_backward_quantize, gated_backward_quantize_halves
 from te_dynamo.dialect.memory import byte_hint, is_product
 
 __all__ = ["is_kernel", "peak_bytes", "saved_bytes", "timeline"]
@@ -50,13 +50,13 @@ def timeline(graph: Graph) -> Iterator[tuple[Node, int]]:
         total += sum(made.values())
         dying = [owner for owner in ends.get(index, ()) if owner in alive]
         if not _is_empty(step.node):
-            yield step.node, total - (_reused(step, set(dying), alive) if step.writes_in_place else 0)
+            yield step.node, total - _reused(step, set(dying), alive)
         total -= sum(alive.pop(owner) for owner in dying)
 
 
 def _reused(step: _Step, dying: set[Node], alive: dict[Node, int]) -> int:
     """Bytes of the step's results that lie in arguments that end with it."""
-    free = [alive[owner] for owner in dying & step.reads if owner.op != "placeholder"]
+    free = [alive[owner] for owner in dying & step.overwritten if owner.op != "placeholder"]
     reused = 0
     for size in map(_bytes_of_result, step.writes):
         if size in free:
@@ -67,18 +67,13 @@ def _reused(step: _Step, dying: set[Node], alive: dict[Node, int]) -> int:
 
 @dataclasses.dataclass
 class _Step:
-    """One kernel: whose memory it reads, and what it allocates."""
+    """One kernel: whose memory it reads, what it allocates, and whose memory a result of as many bytes takes where that ends with it."""
 
     node: Node
     reads: set[Node]
     writes: list[Node]
+    overwritten: set[Node] = dataclasses.field(default_factory=set)
     is_inductors: bool = False
-
-    @property
-    def writes_in_place(self) -> bool:
-        """Whether its results take the place of arguments of as many bytes that end with it."""
-        gradients = self.node.target in (gated_backward_quantize, gated_backward_quantize_halves)
-        return self.is_inductors or (gradients and self.node.args[4].one_scale)  # type: ignore[union-attr]
 
 
 def _steps(graph: Graph) -> _Steps:
@@ -87,12 +82,18 @@ def _steps(graph: Graph) -> _Steps:
     for node in graph.nodes:
         reads = set().union(*(owners[read] for read in node.all_input_nodes))
         if node.op == "output" or is_kernel(node):
-            steps.append(_Step(node, reads, _results(node)))
+            steps.append(_Step(node, reads, _results(node), owners[node.args[0]] if _overwrites_dy(node) else set()))  # type: ignore[index]
         elif _is_empty(node):
             steps.append(_Step(node, set(), [node]))
         elif node.op == "call_function" and owners[node] == {node} and node not in steps.made:
-            steps.add_inductors(_Step(node, reads, [node], is_inductors=True))
+            steps.add_inductors(_Step(node, reads, [node], reads, is_inductors=True))
     return steps
+
+
+def _overwrites_dy(node: Node) -> bool:
+    """Whether lowering may write a result over dy (lowering/in_place.py)."""
+    quantizes = node.target in (gated_backward_quantize, gated_backward_quantize_halves)
+    return node.target is gated_backward or (quantizes and node.args[4].one_scale)  # type: ignore[union-attr]
 
 
 class _Steps(list[_Step]):
@@ -114,7 +115,7 @@ class _Steps(list[_Step]):
             self.append(step)
             return
         kernel = self[min(sharing)]
-        kernel.reads |= step.reads - set(kernel.writes)
+        kernel.reads |= step.reads - set(kernel.writes)  # `overwritten` too
         kernel.writes += step.writes
         self._note(step, min(sharing))
 

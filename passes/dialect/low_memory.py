@@ -15,6 +15,13 @@ while two float8 copies of both gradients are written. Only the rowwise copy is 
 The same for te.gated_backward_quantize_halves, whose buffers te.gemm reads, and, but for the place in dy's memory, for
 te.activation_backward_quantize. Every bit is the same. It costs one more read of the codes.
 
+With scales of rows or blocks columns are no transposition of the rows. Where the graph's peak is there, both gradients are written in 16 bits,
+dgate into dy's memory, and are quantized when gate and up are gone. It costs a write and a read of both.
+
+    before    d = te.gated_backward_quantize(dy, gate, up, 'silu', e4m3 1x128[row+column], ..)
+    after     d: (bf16[M, K], bf16[M, K]) = te.gated_backward(dy, gate, up, 'silu')
+              q = te.quantize(d[0], e4m3 1x128[row+column]);  q_1 = te.quantize(d[1], e4m3 1x128[row+column])
+
 Of a linear's two products in backward the one goes first whose operands, then gone, leave more room for the other's result.
 
     before    dx = te.gemm([q[0], ..], .., w, ..);  dw = te.gemm([q[1], ..], .., x, ..)
@@ -36,17 +43,35 @@ from torch.utils._pytree import tree_leaves
 
 from te_dynamo.dialect.activation import activation_backward_quantize
 from te_dynamo.dialect.define import is_te
-from te_dynamo.dialect.gated import gated_backward_quantize, gated_backward_quantize_halves
+from te_dynamo.dialect.gated import gated_backward, gated_backward_quantize, gated_backward_quantize_halves
 from te_dynamo.dialect.gemm import Gemm, gemm
-from te_dynamo.dialect.memory import is_product, is_view
+from te_dynamo.dialect.memory import byte_hint, is_product, is_view, may_be_overwritten
 from te_dynamo.dialect.quantize import quantize, transpose
 from te_dynamo.dialect.stacked import quantize_stacked
-from te_dynamo.passes.dialect.graph import call_like, calls, item_users, read_item
+from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, item_users, read_item
+from te_dynamo.passes.dialect.live_memory import timeline
+from te_dynamo.passes.dialect.saved_weights import FEWEST_BYTES
+
+MOST_APART = 8
+"""So many gradients are taken apart at most: for each the graph is walked once."""
 
 
 def make_columns_late(graph: Graph) -> int:
     """Rewrites a graph that holds backward in place; returns how many nodes are made elsewhere."""
     return _transpose_late(graph) + _products_that_free_first(graph) + _made_when_read(graph)
+
+
+def write_gradients_in_16_bits(graph: Graph) -> int:
+    """Rewrites backward in place where its peak is, the order of its nodes being final; returns how many quantizations are taken apart."""
+    found = list(filter(_saves_in_16_bits, calls(graph, gated_backward_quantize)))
+    apart = 0
+    for _ in found[:MOST_APART]:
+        peak, _ = max(timeline(graph), key=operator.itemgetter(1))
+        if peak not in found:
+            break
+        _quantize_apart(graph, peak)
+        apart += 1
+    return apart
 
 
 def _transpose_late(graph: Graph) -> int:
@@ -83,6 +108,27 @@ def _quantizer_of_one(node: Node) -> tuple[Any, list[str]]:
     quantizer, keep_output, *last = node.args[3 if plain else 4 :]
     one = plain or node.target is gated_backward_quantize_halves or last == [True]
     return (quantizer if one and not keep_output else None), ["dbias"] * (plain and bool(last[0]))
+
+
+def _saves_in_16_bits(node: Node) -> bool:
+    """Whether dup, beside dgate in dy's place, has half of the bytes of what te.gated_backward_quantize makes."""
+    args: Any = node.args
+    dy, gate, _, _, quantizer, *others = args
+    dup = byte_hint(gate.meta["val"])
+    two_copies = sum(map(byte_hint, node.meta["val"])) >= 2 * dup and not (quantizer.one_scale or any(others))
+    return two_copies and dup >= FEWEST_BYTES and may_be_overwritten(dy, node)
+
+
+def _quantize_apart(graph: Graph, node: Node) -> None:
+    """te.gated_backward and quantizations take the place of te.gated_backward_quantize."""
+    quantizer: Any = node.args[4]
+    both = call_like(graph, gated_backward, node.args[:4], node)
+    gradients = [getitem_after(both, index) for index in (1, 0)][::-1]
+    made = [call_like(graph, quantize, (gradient, quantizer), node) for gradient in gradients]
+    count = len(quantizer.buffer_names())
+    for index, items in item_users(node).items():
+        read_item(made[index // count], index % count, items)
+    graph.erase_node(node)
 
 
 def _products_that_free_first(graph: Graph) -> int:

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from te_dynamo.dialect import LinearConfig
 from te_dynamo.dialect.fakes import quantized, quantized_stack
-from te_dynamo.dialect.stacked import linears_stack, places_in_stack, side_stacks, stacks_of
+from te_dynamo.dialect.stacked import places_in_stack, side_stacks, stacks_of
 from te_dynamo.errors import KeptWeightError
 from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp
 from te_dynamo.passes.torch_ir.match.mutation import reads_through, written_inputs
@@ -306,9 +306,7 @@ def _stacks(readers: list[_Reader], example_inputs: Sequence[Any]) -> Iterable[_
 
 def _stacks_kept(quantizer: Quantizer) -> bool:
     """Whether kept weights may be a stack: in blocks where nobody reads columns, of which no slice is a part's own buffer."""
-    return quantizer.one_scale or (
-        quantizer.stacks == "blocks" and linears_stack(quantizer) and not quantizer.columnwise
-    )
+    return quantizer.one_scale or (quantizer.stacks == "blocks" and not quantizer.columnwise)
 
 
 def _gates_and_ups(group: list[_Reader]) -> list[Sequence[_Reader]]:

@@ -72,6 +72,6 @@ def multiply(
     """
     check_product(a.quantizer, a.quantizer.columnwise, b.quantizer, b.quantizer.columnwise)
     operands = a.tensors, a.quantizer, b.tensors, b.quantizer, out_dtype, fast_accum, bias
-    if addend is None or (a.quantizer.fuses_sums() and addend.dtype == out_dtype):
+    if addend is None or (a.quantizer.fused_producers and addend.dtype == out_dtype):
         return gemm(*operands, addend)
     return gemm(*operands).add_(addend)

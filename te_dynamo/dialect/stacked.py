@@ -21,7 +21,6 @@ from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = [
     "SEGMENT_MULTIPLE",
-    "linears_stack",
     "places_in_stack",
     "quantize_stacked",
     "quantize_stacked_with_amaxes",
@@ -76,11 +75,6 @@ def quantize_stacked_with_amaxes(
 ) -> list[torch.Tensor]:
     """te.quantize_stacked where amaxes are known: of each tensor partial ones, fp32 [a power of two up to PARTIALS], or None."""
     return quantized_stack(xs[0], kernels.stacked_size(xs, by_columns), len(xs), quantizer)
-
-
-def linears_stack(quantizer: Quantizer) -> bool:
-    """Whether linears become one in that format. Stacks of blocks have not been timed: they come with the other kernels that have not."""
-    return bool(quantizer.stacks) and (quantizer.stacks != "blocks" or quantizer.fused_producers)
 
 
 def places_in_stack(quantizer: Quantizer, rows: Sequence[int], index: int) -> dict[str, tuple[int, int, int]]:

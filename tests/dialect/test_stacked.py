@@ -58,5 +58,5 @@ def test_no_stack_of_a_format_and_of_gradients_of_other_widths() -> None:
     with pytest.raises(QuantizationError, match=r"nvfp4.*: no GEMM multiplies a stack of it"):
         te.quantize_stacked.default([x, x], NVFP4Quantizer(), False)
     with pytest.raises(ValueError, match=r"multiples of 128, got \(96, 96\)"):
-        quantizer = Float8BlockQuantizer(fused_producers=True)
+        quantizer = Float8BlockQuantizer()
         te.gated_backward_quantize.default(dy, dy, dy, "silu", quantizer, False, True)

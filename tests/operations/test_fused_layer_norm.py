@@ -11,7 +11,7 @@ from te_dynamo.operations.fused import LayerNormMLP, layer_norm_mlp
 from te_dynamo.operations.fused.quantized import activation_gradient_quantized
 
 FP8 = te_dynamo.recipe.Float8CurrentScaling(power_of_two_scales=True)
-MXFP8 = te_dynamo.recipe.MXFP8BlockScaling(fused_producers=True)
+MXFP8 = te_dynamo.recipe.MXFP8BlockScaling()
 NORMS = [LayerNorm(64), RMSNorm(64, zero_centered=True)]
 DY = FP8.grad_output_quantizer()
 
@@ -101,7 +101,7 @@ def test_it_is_one_object_in_both_lists():
 
 @pytest.mark.parametrize(
     "recipe",
-    [None, te_dynamo.recipe.Float8RowwiseScaling(), te_dynamo.recipe.Float8CurrentScaling(backward="high_precision")],
+    [None, te_dynamo.recipe.NVFP4BlockScaling(), te_dynamo.recipe.Float8CurrentScaling(backward="high_precision")],
 )
 def test_recipes_without_the_kernels_are_left_alone(recipe):
     fused = OperationFuser([*mlp(RMSNorm(64), GELU(), (False, False))], recipe=recipe).fuse()

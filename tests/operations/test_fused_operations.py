@@ -23,7 +23,7 @@ from te_dynamo.operations import (
 from te_dynamo.operations.fused import SHIPPED
 
 FP8 = te_dynamo.recipe.Float8CurrentScaling(power_of_two_scales=True)
-MXFP8 = te_dynamo.recipe.MXFP8BlockScaling(fused_producers=True)
+MXFP8 = te_dynamo.recipe.MXFP8BlockScaling()
 BF16_BACKWARD = te_dynamo.recipe.Float8CurrentScaling(power_of_two_scales=True, backward="high_precision")
 
 RECIPES = {"high": None, "fp8": FP8, "mxfp8": MXFP8, "high-precision-backward": BF16_BACKWARD}

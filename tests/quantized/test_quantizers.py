@@ -262,14 +262,14 @@ def test_what_kernels_can_do_for_each_format() -> None:
     found = {}
     for format in QUANTIZERS:
         abilities = [name for name in ("one_scale", "fused_producers") if getattr(format, name)]
-        found[format.__name__] = format.stacks, abilities + ["fuses_sums"] * format().fuses_sums()
+        found[format.__name__] = format.stacks, abilities
     assert found == {
-        "Float8CurrentScalingQuantizer": ("tensors", ["one_scale", "fused_producers", "fuses_sums"]),
-        "Float8BlockQuantizer": ("blocks", []),  # off until it is measured, stacks too
+        "Float8CurrentScalingQuantizer": ("tensors", ["one_scale", "fused_producers"]),
+        "Float8BlockQuantizer": ("blocks", ["fused_producers"]),
         "Float8GroupedQuantizer": ("", []),
         "Float8GroupedRowwiseQuantizer": ("", []),
-        "Float8RowwiseQuantizer": ("rows", ["fuses_sums"]),
-        "MXFP8Quantizer": ("blocks", []),
+        "Float8RowwiseQuantizer": ("rows", ["fused_producers"]),
+        "MXFP8Quantizer": ("blocks", ["fused_producers"]),
         "NVFP4Quantizer": ("", []),
     }
 

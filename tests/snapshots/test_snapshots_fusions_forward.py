@@ -13,7 +13,7 @@ from helpers.kernels.gemms import arguments
 from torch import fx
 
 from te_dynamo.passes.dialect.fuser import fuse
-from te_dynamo.quantized.quantizers import MXFP8Quantizer
+from te_dynamo.quantized.quantizers import NVFP4Quantizer
 from te_dynamo.testing import fake_cuda, graph_text
 
 X, WEIGHT = (32, 64), (64,)
@@ -237,7 +237,7 @@ def test_two_norms_of_one_sum_share_it() -> None:
 def test_another_format_is_not_fused() -> None:
     b = Builder((128, 64), (128, 64), WEIGHT)
     h = b.call(aten.add.Tensor, *b.inputs[:2])
-    assert fuse(b.returns(h, *normalized(b, h, MXFP8Quantizer())), "forward") == []
+    assert fuse(b.returns(h, *normalized(b, h, NVFP4Quantizer())), "forward") == []
 
 
 def test_gemm_amax() -> None:

@@ -198,17 +198,10 @@ quantize: (f8e4m3[48, 64], f32[1, 48]) = te.quantize(x, e4m3 1x128[row])
 quantize_1: (f8e4m3[1024, 64], f32[8, 4], f8e4m3[64, 1024], f32[1, 8]) = te.quantize(gate_up, e4m3 128x128[row+column])
 grouped_gemm: bf16[48, 256] = te.grouped_gemm([quantize[0], quantize[1]], e4m3 1x128[row], [quantize_1[0], quantize_1[1]], e4m3 128x128[row], ends, bf16, fast_accum=False)
 split: (bf16[48, 128], bf16[48, 128]) = aten.split(grouped_gemm, 128, -1)
-to: f32[48, 128] = split[0].to(f32)
-neg: f32[48, 128] = aten.neg(to)
-exp: f32[48, 128] = aten.exp(neg)
-add: f32[48, 128] = aten.add(exp, 1)
-div: f32[48, 128] = aten.div(to, add)
-to_1: bf16[48, 128] = div.to(bf16)
-mul: bf16[48, 128] = aten.mul(to_1, split[1])
-quantize_2: (f8e4m3[48, 128], f32[1, 48]) = te.quantize(mul, e4m3 1x128[row])
-quantize_3: (f8e4m3[512, 64], f32[4, 4], f8e4m3[64, 512], f32[1, 4]) = te.quantize(down, e4m3 128x128[row+column])
-grouped_gemm_1: bf16[48, 64] = te.grouped_gemm([quantize_2[0], quantize_2[1]], e4m3 1x128[row], [quantize_3[2], quantize_3[3]], e4m3 128x128[column], ends, bf16, fast_accum=False)
-return grouped_gemm_1, x, ends, quantize_1[2], quantize_1[3], grouped_gemm, mul, quantize_3[0], quantize_3[1]""",
+gated_quantize: (bf16[48, 128], f8e4m3[48, 128], f32[1, 48]) = te.gated_quantize(split[0], split[1], 'silu', e4m3 1x128[row], keep_output=True)
+quantize_2: (f8e4m3[512, 64], f32[4, 4], f8e4m3[64, 512], f32[1, 4]) = te.quantize(down, e4m3 128x128[row+column])
+grouped_gemm_1: bf16[48, 64] = te.grouped_gemm([gated_quantize[1], gated_quantize[2]], e4m3 1x128[row], [quantize_2[2], quantize_2[3]], e4m3 128x128[column], ends, bf16, fast_accum=False)
+return grouped_gemm_1, x, ends, quantize_1[2], quantize_1[3], split[0], split[1], gated_quantize[0], quantize_2[0], quantize_2[1]""",
     )
     assert_expected_inline(
         launches(captured["lower.backward"]),
@@ -218,7 +211,7 @@ quantize_block_kernel -> data, scale_inv
 gemm_grouped_kernel -> c
 quantize_block_kernel -> transpose, columnwise_scale_inv
 gemm_grouped_kernel -> c
-quantize_block_kernel -> data, scale_inv
+produce_kernel -> y, data, scale_inv
 quantize_block_kernel -> transpose, columnwise_scale_inv
 gemm_grouped_kernel -> c
 quantize_block_kernel -> transpose, columnwise_scale_inv

@@ -7,7 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from helpers.models.snapshot_models import HIDDEN, GeluMLP, capture_training, kernels_everywhere, launches
 
-from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
+from te_dynamo.recipe import MXFP8BlockScaling, Recipe
 from te_dynamo.testing import capture_on_fake_cuda
 
 SHAPE = (32, 64)
@@ -28,11 +28,6 @@ def graphs(recipe: str | Recipe) -> dict[str, str]:
     return {stage: te_lines(captured[stage]) for stage in ("forward", "backward")}
 
 
-def what_quantizes(recipe: Recipe) -> str:
-    """The operations of the fused forward and backward that write FP8."""
-    return "\n".join(line for text in graphs(recipe).values() for line in text.splitlines() if "quantize(" in line)
-
-
 def lowered(recipe: str | Recipe) -> dict[str, str]:
     """The Triton launches of forward and backward, on fake CUDA."""
     with kernels_everywhere():
@@ -46,25 +41,24 @@ def test_block_scaling() -> None:
     assert_expected_inline(
         found["forward"],
         """\
-quantize: (f8e4m3[32, 64], f32[1, 32], f8e4m3[64, 32], f32[1, 64]) = te.quantize(native_layer_norm[0], e4m3 1x128[row+column])
-quantize_1: (f8e4m3[128, 64], f32[1, 4], f8e4m3[64, 128], f32[1, 4]) = te.quantize(fc1.weight, e4m3 128x128[row+column])
-gemm: bf16[32, 128] = te.gemm([quantize[0], quantize[1]], e4m3 1x128[row], [quantize_1[0], quantize_1[1]], e4m3 128x128[row], bf16, fast_accum=False, bias=fc1.bias)
-quantize_2: (f8e4m3[32, 128], f32[1, 32], f8e4m3[128, 32], f32[1, 128]) = te.quantize(gelu, e4m3 1x128[row+column])
-quantize_3: (f8e4m3[64, 128], f32[1, 4], f8e4m3[128, 64], f32[1, 4]) = te.quantize(fc2.weight, e4m3 128x128[row+column])
-gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], e4m3 1x128[row], [quantize_3[0], quantize_3[1]], e4m3 128x128[row], bf16, fast_accum=False, bias=fc2.bias)
-return gemm_1, quantize[2], quantize[3], quantize_1[2], quantize_1[3], gemm, quantize_2[2], quantize_2[3], quantize_3[2], quantize_3[3]""",
+layer_norm_quantize: (f32[32], f32[32], f8e4m3[32, 64], f32[1, 32], f8e4m3[64, 32], f32[1, 64]) = te.layer_norm_quantize(x, norm.weight, norm.bias, 1e-05, e4m3 1x128[row+column], keep_output=False)
+quantize: (f8e4m3[128, 64], f32[1, 4], f8e4m3[64, 128], f32[1, 4]) = te.quantize(fc1.weight, e4m3 128x128[row+column])
+gemm: bf16[32, 128] = te.gemm([layer_norm_quantize[2], layer_norm_quantize[3]], e4m3 1x128[row], [quantize[0], quantize[1]], e4m3 128x128[row], bf16, fast_accum=False, bias=fc1.bias)
+activation_quantize: (f8e4m3[32, 128], f32[1, 32], f8e4m3[128, 32], f32[1, 128]) = te.activation_quantize(gemm, 'gelu', e4m3 1x128[row+column], keep_output=False)
+quantize_1: (f8e4m3[64, 128], f32[1, 4], f8e4m3[128, 64], f32[1, 4]) = te.quantize(fc2.weight, e4m3 128x128[row+column])
+gemm_1: bf16[32, 64] = te.gemm([activation_quantize[0], activation_quantize[1]], e4m3 1x128[row], [quantize_1[0], quantize_1[1]], e4m3 128x128[row], bf16, fast_accum=False, bias=fc2.bias)
+return gemm_1, layer_norm_quantize[4], layer_norm_quantize[5], quantize[2], quantize[3], gemm, activation_quantize[2], activation_quantize[3], quantize_1[2], quantize_1[3]""",
     )
     assert_expected_inline(
         found["backward"],
         """\
 bias_grad: f32[64] = te.bias_grad(tangents_1)
-quantize_4: (f8e4m3[32, 64], f32[1, 32], f8e4m3[64, 32], f32[1, 64]) = te.quantize(tangents_1, e4m3 1x128[row+column])
-gemm_1: bf16[32, 128] = te.gemm([quantize_4[0], quantize_4[1]], e4m3 1x128[row], [quantize_3[2], quantize_3[3]], e4m3 128x128[column], bf16, fast_accum=False)
-quantize_5: (f8e4m3[32, 128], f32[1, 32], f8e4m3[128, 32], f32[1, 128]) = te.quantize(gelu_backward, e4m3 1x128[row+column])
-bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
-gemm_2: bf16[32, 64] = te.gemm([quantize_5[0], quantize_5[1]], e4m3 1x128[row], [quantize_1[2], quantize_1[3]], e4m3 128x128[column], bf16, fast_accum=False)
-gemm_3: bf16[128, 64] = te.gemm([quantize_5[2], quantize_5[3]], e4m3 1x128[column], [quantize[2], quantize[3]], e4m3 1x128[column], bf16, fast_accum=False)
-gemm_4: bf16[64, 128] = te.gemm([quantize_4[2], quantize_4[3]], e4m3 1x128[column], [quantize_2[2], quantize_2[3]], e4m3 1x128[column], bf16, fast_accum=False)
+quantize_2: (f8e4m3[32, 64], f32[1, 32], f8e4m3[64, 32], f32[1, 64]) = te.quantize(tangents_1, e4m3 1x128[row+column])
+gemm_1: bf16[32, 128] = te.gemm([quantize_2[0], quantize_2[1]], e4m3 1x128[row], [quantize_1[2], quantize_1[3]], e4m3 128x128[column], bf16, fast_accum=False)
+activation_backward_quantize: (f32[128], f8e4m3[32, 128], f32[1, 32], f8e4m3[128, 32], f32[1, 128]) = te.activation_backward_quantize(gemm_1, gemm, 'gelu', e4m3 1x128[row+column], keep_output=False, bias_grad=True)
+gemm_2: bf16[32, 64] = te.gemm([activation_backward_quantize[1], activation_backward_quantize[2]], e4m3 1x128[row], [quantize[2], quantize[3]], e4m3 128x128[column], bf16, fast_accum=False)
+gemm_3: bf16[128, 64] = te.gemm([activation_backward_quantize[3], activation_backward_quantize[4]], e4m3 1x128[column], [layer_norm_quantize[4], layer_norm_quantize[5]], e4m3 1x128[column], bf16, fast_accum=False)
+gemm_4: bf16[64, 128] = te.gemm([quantize_2[2], quantize_2[3]], e4m3 1x128[column], [activation_quantize[2], activation_quantize[3]], e4m3 1x128[column], bf16, fast_accum=False)
 return gemm_3, gemm_4""",
     )
 
@@ -75,25 +69,24 @@ def test_mxfp8() -> None:
     assert_expected_inline(
         found["forward"],
         """\
-quantize: (f8e4m3[32, 64], u8[128, 4], f8e4m3[32, 64], u8[4, 128]) = te.quantize(native_layer_norm[0], mxfp8[row+column])
-quantize_1: (f8e4m3[128, 64], u8[128, 4], f8e4m3[128, 64], u8[4, 128]) = te.quantize(fc1.weight, mxfp8[row+column])
-gemm: bf16[32, 128] = te.gemm([quantize[0], quantize[1]], mxfp8[row], [quantize_1[0], quantize_1[1]], mxfp8[row], bf16, fast_accum=False, bias=fc1.bias)
-quantize_2: (f8e4m3[32, 128], u8[128, 4], f8e4m3[32, 128], u8[4, 128]) = te.quantize(gelu, mxfp8[row+column])
-quantize_3: (f8e4m3[64, 128], u8[128, 4], f8e4m3[64, 128], u8[4, 128]) = te.quantize(fc2.weight, mxfp8[row+column])
-gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], mxfp8[row], [quantize_3[0], quantize_3[1]], mxfp8[row], bf16, fast_accum=False, bias=fc2.bias)
-return gemm_1, quantize[2], quantize[3], quantize_1[2], quantize_1[3], gemm, quantize_2[2], quantize_2[3], quantize_3[2], quantize_3[3]""",
+layer_norm_quantize: (f32[32], f32[32], f8e4m3[32, 64], u8[128, 4], f8e4m3[32, 64], u8[4, 128]) = te.layer_norm_quantize(x, norm.weight, norm.bias, 1e-05, mxfp8[row+column], keep_output=False)
+quantize: (f8e4m3[128, 64], u8[128, 4], f8e4m3[128, 64], u8[4, 128]) = te.quantize(fc1.weight, mxfp8[row+column])
+gemm: bf16[32, 128] = te.gemm([layer_norm_quantize[2], layer_norm_quantize[3]], mxfp8[row], [quantize[0], quantize[1]], mxfp8[row], bf16, fast_accum=False, bias=fc1.bias)
+activation_quantize: (f8e4m3[32, 128], u8[128, 4], f8e4m3[32, 128], u8[4, 128]) = te.activation_quantize(gemm, 'gelu', mxfp8[row+column], keep_output=False)
+quantize_1: (f8e4m3[64, 128], u8[128, 4], f8e4m3[64, 128], u8[4, 128]) = te.quantize(fc2.weight, mxfp8[row+column])
+gemm_1: bf16[32, 64] = te.gemm([activation_quantize[0], activation_quantize[1]], mxfp8[row], [quantize_1[0], quantize_1[1]], mxfp8[row], bf16, fast_accum=False, bias=fc2.bias)
+return gemm_1, layer_norm_quantize[4], layer_norm_quantize[5], quantize[2], quantize[3], gemm, activation_quantize[2], activation_quantize[3], quantize_1[2], quantize_1[3]""",
     )
     assert_expected_inline(
         found["backward"],
         """\
 bias_grad: f32[64] = te.bias_grad(tangents_1)
-quantize_4: (f8e4m3[32, 64], u8[128, 4], f8e4m3[32, 64], u8[4, 128]) = te.quantize(tangents_1, mxfp8[row+column])
-gemm_1: bf16[32, 128] = te.gemm([quantize_4[0], quantize_4[1]], mxfp8[row], [quantize_3[2], quantize_3[3]], mxfp8[column], bf16, fast_accum=False)
-quantize_5: (f8e4m3[32, 128], u8[128, 4], f8e4m3[32, 128], u8[4, 128]) = te.quantize(gelu_backward, mxfp8[row+column])
-bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
-gemm_2: bf16[32, 64] = te.gemm([quantize_5[0], quantize_5[1]], mxfp8[row], [quantize_1[2], quantize_1[3]], mxfp8[column], bf16, fast_accum=False)
-gemm_3: bf16[128, 64] = te.gemm([quantize_5[2], quantize_5[3]], mxfp8[column], [quantize[2], quantize[3]], mxfp8[column], bf16, fast_accum=False)
-gemm_4: bf16[64, 128] = te.gemm([quantize_4[2], quantize_4[3]], mxfp8[column], [quantize_2[2], quantize_2[3]], mxfp8[column], bf16, fast_accum=False)
+quantize_2: (f8e4m3[32, 64], u8[128, 4], f8e4m3[32, 64], u8[4, 128]) = te.quantize(tangents_1, mxfp8[row+column])
+gemm_1: bf16[32, 128] = te.gemm([quantize_2[0], quantize_2[1]], mxfp8[row], [quantize_1[2], quantize_1[3]], mxfp8[column], bf16, fast_accum=False)
+activation_backward_quantize: (f32[128], f8e4m3[32, 128], u8[128, 4], f8e4m3[32, 128], u8[4, 128]) = te.activation_backward_quantize(gemm_1, gemm, 'gelu', mxfp8[row+column], keep_output=False, bias_grad=True)
+gemm_2: bf16[32, 64] = te.gemm([activation_backward_quantize[1], activation_backward_quantize[2]], mxfp8[row], [quantize[2], quantize[3]], mxfp8[column], bf16, fast_accum=False)
+gemm_3: bf16[128, 64] = te.gemm([activation_backward_quantize[3], activation_backward_quantize[4]], mxfp8[column], [layer_norm_quantize[4], layer_norm_quantize[5]], mxfp8[column], bf16, fast_accum=False)
+gemm_4: bf16[64, 128] = te.gemm([quantize_2[2], quantize_2[3]], mxfp8[column], [activation_quantize[2], activation_quantize[3]], mxfp8[column], bf16, fast_accum=False)
 return gemm_3, gemm_4""",
     )
 
@@ -104,25 +97,24 @@ def test_mxfp8_with_one_scale_for_128_values() -> None:
     assert_expected_inline(
         found["forward"],
         """\
-quantize: (f8e4m3[32, 64], u8[128, 4], f8e4m3[64, 32], u8[128, 4]) = te.quantize(native_layer_norm[0], mxfp8 1x128[row+column])
-quantize_1: (f8e4m3[128, 64], u8[128, 4], f8e4m3[64, 128], u8[128, 4]) = te.quantize(fc1.weight, mxfp8 1x128[row+column])
-gemm: bf16[32, 128] = te.gemm([quantize[0], quantize[1]], mxfp8 1x128[row], [quantize_1[0], quantize_1[1]], mxfp8 1x128[row], bf16, fast_accum=False, bias=fc1.bias)
-quantize_2: (f8e4m3[32, 128], u8[128, 4], f8e4m3[128, 32], u8[128, 4]) = te.quantize(gelu, mxfp8 1x128[row+column])
-quantize_3: (f8e4m3[64, 128], u8[128, 4], f8e4m3[128, 64], u8[128, 4]) = te.quantize(fc2.weight, mxfp8 1x128[row+column])
-gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], mxfp8 1x128[row], [quantize_3[0], quantize_3[1]], mxfp8 1x128[row], bf16, fast_accum=False, bias=fc2.bias)
-return gemm_1, quantize[2], quantize[3], quantize_1[2], quantize_1[3], gemm, quantize_2[2], quantize_2[3], quantize_3[2], quantize_3[3]""",
+layer_norm_quantize: (f32[32], f32[32], f8e4m3[32, 64], u8[128, 4], f8e4m3[64, 32], u8[128, 4]) = te.layer_norm_quantize(x, norm.weight, norm.bias, 1e-05, mxfp8 1x128[row+column], keep_output=False)
+quantize: (f8e4m3[128, 64], u8[128, 4], f8e4m3[64, 128], u8[128, 4]) = te.quantize(fc1.weight, mxfp8 1x128[row+column])
+gemm: bf16[32, 128] = te.gemm([layer_norm_quantize[2], layer_norm_quantize[3]], mxfp8 1x128[row], [quantize[0], quantize[1]], mxfp8 1x128[row], bf16, fast_accum=False, bias=fc1.bias)
+activation_quantize: (f8e4m3[32, 128], u8[128, 4], f8e4m3[128, 32], u8[128, 4]) = te.activation_quantize(gemm, 'gelu', mxfp8 1x128[row+column], keep_output=False)
+quantize_1: (f8e4m3[64, 128], u8[128, 4], f8e4m3[128, 64], u8[128, 4]) = te.quantize(fc2.weight, mxfp8 1x128[row+column])
+gemm_1: bf16[32, 64] = te.gemm([activation_quantize[0], activation_quantize[1]], mxfp8 1x128[row], [quantize_1[0], quantize_1[1]], mxfp8 1x128[row], bf16, fast_accum=False, bias=fc2.bias)
+return gemm_1, layer_norm_quantize[4], layer_norm_quantize[5], quantize[2], quantize[3], gemm, activation_quantize[2], activation_quantize[3], quantize_1[2], quantize_1[3]""",
     )
     assert_expected_inline(
         found["backward"],
         """\
 bias_grad: f32[64] = te.bias_grad(tangents_1)
-quantize_4: (f8e4m3[32, 64], u8[128, 4], f8e4m3[64, 32], u8[128, 4]) = te.quantize(tangents_1, mxfp8 1x128[row+column])
-gemm_1: bf16[32, 128] = te.gemm([quantize_4[0], quantize_4[1]], mxfp8 1x128[row], [quantize_3[2], quantize_3[3]], mxfp8 1x128[column], bf16, fast_accum=False)
-quantize_5: (f8e4m3[32, 128], u8[128, 4], f8e4m3[128, 32], u8[128, 4]) = te.quantize(gelu_backward, mxfp8 1x128[row+column])
-bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
-gemm_2: bf16[32, 64] = te.gemm([quantize_5[0], quantize_5[1]], mxfp8 1x128[row], [quantize_1[2], quantize_1[3]], mxfp8 1x128[column], bf16, fast_accum=False)
-gemm_3: bf16[128, 64] = te.gemm([quantize_5[2], quantize_5[3]], mxfp8 1x128[column], [quantize[2], quantize[3]], mxfp8 1x128[column], bf16, fast_accum=False)
-gemm_4: bf16[64, 128] = te.gemm([quantize_4[2], quantize_4[3]], mxfp8 1x128[column], [quantize_2[2], quantize_2[3]], mxfp8 1x128[column], bf16, fast_accum=False)
+quantize_2: (f8e4m3[32, 64], u8[128, 4], f8e4m3[64, 32], u8[128, 4]) = te.quantize(tangents_1, mxfp8 1x128[row+column])
+gemm_1: bf16[32, 128] = te.gemm([quantize_2[0], quantize_2[1]], mxfp8 1x128[row], [quantize_1[2], quantize_1[3]], mxfp8 1x128[column], bf16, fast_accum=False)
+activation_backward_quantize: (f32[128], f8e4m3[32, 128], u8[128, 4], f8e4m3[128, 32], u8[128, 4]) = te.activation_backward_quantize(gemm_1, gemm, 'gelu', mxfp8 1x128[row+column], keep_output=False, bias_grad=True)
+gemm_2: bf16[32, 64] = te.gemm([activation_backward_quantize[1], activation_backward_quantize[2]], mxfp8 1x128[row], [quantize[2], quantize[3]], mxfp8 1x128[column], bf16, fast_accum=False)
+gemm_3: bf16[128, 64] = te.gemm([activation_backward_quantize[3], activation_backward_quantize[4]], mxfp8 1x128[column], [layer_norm_quantize[4], layer_norm_quantize[5]], mxfp8 1x128[column], bf16, fast_accum=False)
+gemm_4: bf16[64, 128] = te.gemm([quantize_2[2], quantize_2[3]], mxfp8 1x128[column], [activation_quantize[2], activation_quantize[3]], mxfp8 1x128[column], bf16, fast_accum=False)
 return gemm_3, gemm_4""",
     )
 
@@ -134,12 +126,12 @@ def test_mxfp8_with_weights_in_square_blocks() -> None:
     assert_expected_inline(
         of_weights,
         """\
-quantize_1: (f8e4m3[128, 64], u8[128, 4], u8[4, 128]) = te.quantize(fc1.weight, mxfp8[row+column, 32x32])
-gemm: bf16[32, 128] = te.gemm([quantize[0], quantize[1]], mxfp8[row], [quantize_1[0], quantize_1[1]], mxfp8[row, 32x32], bf16, fast_accum=False, bias=fc1.bias)
-quantize_3: (f8e4m3[64, 128], u8[128, 4], u8[4, 128]) = te.quantize(fc2.weight, mxfp8[row+column, 32x32])
-gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], mxfp8[row], [quantize_3[0], quantize_3[1]], mxfp8[row, 32x32], bf16, fast_accum=False, bias=fc2.bias)
-gemm_1: bf16[32, 128] = te.gemm([quantize_4[0], quantize_4[1]], mxfp8[row], [quantize_3[0], quantize_3[2]], mxfp8[column, 32x32], bf16, fast_accum=False)
-gemm_2: bf16[32, 64] = te.gemm([quantize_5[0], quantize_5[1]], mxfp8[row], [quantize_1[0], quantize_1[2]], mxfp8[column, 32x32], bf16, fast_accum=False)""",
+quantize: (f8e4m3[128, 64], u8[128, 4], u8[4, 128]) = te.quantize(fc1.weight, mxfp8[row+column, 32x32])
+gemm: bf16[32, 128] = te.gemm([layer_norm_quantize[2], layer_norm_quantize[3]], mxfp8[row], [quantize[0], quantize[1]], mxfp8[row, 32x32], bf16, fast_accum=False, bias=fc1.bias)
+quantize_1: (f8e4m3[64, 128], u8[128, 4], u8[4, 128]) = te.quantize(fc2.weight, mxfp8[row+column, 32x32])
+gemm_1: bf16[32, 64] = te.gemm([activation_quantize[0], activation_quantize[1]], mxfp8[row], [quantize_1[0], quantize_1[1]], mxfp8[row, 32x32], bf16, fast_accum=False, bias=fc2.bias)
+gemm_1: bf16[32, 128] = te.gemm([quantize_2[0], quantize_2[1]], mxfp8[row], [quantize_1[0], quantize_1[2]], mxfp8[column, 32x32], bf16, fast_accum=False)
+gemm_2: bf16[32, 64] = te.gemm([activation_backward_quantize[1], activation_backward_quantize[2]], mxfp8[row], [quantize[0], quantize[2]], mxfp8[column, 32x32], bf16, fast_accum=False)""",
     )
 
 
@@ -178,19 +170,20 @@ def test_high_precision_backward() -> None:
     assert_expected_inline(
         found["forward"],
         """\
-quantize: (f8e4m3[32, 64], u8[128, 4]) = te.quantize(native_layer_norm[0], mxfp8[row])
-quantize_1: (f8e4m3[128, 64], u8[128, 4]) = te.quantize(fc1.weight, mxfp8[row])
-gemm: bf16[32, 128] = te.gemm([quantize[0], quantize[1]], mxfp8[row], [quantize_1[0], quantize_1[1]], mxfp8[row], bf16, fast_accum=False, bias=fc1.bias)
-quantize_2: (f8e4m3[32, 128], u8[128, 4]) = te.quantize(gelu, mxfp8[row])
-quantize_3: (f8e4m3[64, 128], u8[128, 4]) = te.quantize(fc2.weight, mxfp8[row])
-gemm_1: bf16[32, 64] = te.gemm([quantize_2[0], quantize_2[1]], mxfp8[row], [quantize_3[0], quantize_3[1]], mxfp8[row], bf16, fast_accum=False, bias=fc2.bias)
-return gemm_1, gemm""",
+layer_norm_quantize: (bf16[32, 64], f32[32], f32[32], f8e4m3[32, 64], u8[128, 4]) = te.layer_norm_quantize(x, norm.weight, norm.bias, 1e-05, mxfp8[row], keep_output=True)
+quantize: (f8e4m3[128, 64], u8[128, 4]) = te.quantize(fc1.weight, mxfp8[row])
+gemm: bf16[32, 128] = te.gemm([layer_norm_quantize[3], layer_norm_quantize[4]], mxfp8[row], [quantize[0], quantize[1]], mxfp8[row], bf16, fast_accum=False, bias=fc1.bias)
+activation_quantize: (bf16[32, 128], f8e4m3[32, 128], u8[128, 4]) = te.activation_quantize(gemm, 'gelu', mxfp8[row], keep_output=True)
+quantize_1: (f8e4m3[64, 128], u8[128, 4]) = te.quantize(fc2.weight, mxfp8[row])
+gemm_1: bf16[32, 64] = te.gemm([activation_quantize[1], activation_quantize[2]], mxfp8[row], [quantize_1[0], quantize_1[1]], mxfp8[row], bf16, fast_accum=False, bias=fc2.bias)
+return gemm_1, layer_norm_quantize[0], gemm, activation_quantize[0]""",
     )
     assert_expected_inline(
         found["backward"],
         """\
 bias_grad: f32[64] = te.bias_grad(tangents_1)
-bias_grad_1: f32[128] = te.bias_grad(gelu_backward)
+activation_backward: bf16[32, 128] = te.activation_backward(mm, gemm, 'gelu')
+bias_grad_1: f32[128] = te.bias_grad(activation_backward)
 return """,
     )
 
@@ -201,10 +194,11 @@ def test_launches_of_block_scaling() -> None:
     assert_expected_inline(
         found["forward"],
         """\
-quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+norm_rows_kernel -> mean, rstd
+produce_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 gemm_kernel -> c
-quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+produce_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 gemm_kernel -> c""",
     )
@@ -213,7 +207,7 @@ gemm_kernel -> c""",
         """\
 quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 gemm_kernel -> c
-quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+produce_kernel -> sums, data, scale_inv, transpose, columnwise_scale_inv
 gemm_kernel -> c
 gemm_kernel -> c
 gemm_kernel -> c""",
@@ -226,10 +220,11 @@ def test_launches_of_mxfp8_with_one_scale_for_128_values() -> None:
     assert_expected_inline(
         found["forward"],
         """\
-quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+norm_rows_kernel -> mean, rstd
+produce_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 gemm_kernel -> c
-quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
+produce_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 quantize_block_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 gemm_kernel -> c""",
     )
@@ -240,11 +235,12 @@ def test_launches_of_mxfp8() -> None:
     assert_expected_inline(
         lowered("mxfp8")["forward"],
         """\
-quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+norm_rows_kernel -> mean, rstd
+produce_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
 dequantize_mxfp8_kernel -> values
 dequantize_mxfp8_kernel -> values
-quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
+produce_kernel -> data, scale_inv, transpose, columnwise_scale_inv
 quantize_mxfp8_kernel -> data, scale_inv, columnwise_data, columnwise_scale_inv
 dequantize_mxfp8_kernel -> values
 dequantize_mxfp8_kernel -> values""",
@@ -287,30 +283,3 @@ def test_a_symbolic_number_of_tokens_reaches_the_launches(recipe: str | Recipe) 
     for stage in ("lower.forward", "lower.backward"):
         text = graphs[stage]
         assert "s0: int = input" in text and "= te." not in text and "triton." in text
-
-
-def test_producers_of_blocks() -> None:
-    """The norm, the GELU and its gradient write the blocks of their results, which are nowhere in bf16."""
-    assert_expected_inline(
-        what_quantizes(Float8BlockScaling(fused_producers=True)),
-        """\
-layer_norm_quantize: (f32[32], f32[32], f8e4m3[32, 64], f32[1, 32], f8e4m3[64, 32], f32[1, 64]) = te.layer_norm_quantize(x, norm.weight, norm.bias, 1e-05, e4m3 1x128[row+column, fused], keep_output=False)
-quantize: (f8e4m3[128, 64], f32[1, 4], f8e4m3[64, 128], f32[1, 4]) = te.quantize(fc1.weight, e4m3 128x128[row+column, fused])
-activation_quantize: (f8e4m3[32, 128], f32[1, 32], f8e4m3[128, 32], f32[1, 128]) = te.activation_quantize(gemm, 'gelu', e4m3 1x128[row+column, fused], keep_output=False)
-quantize_1: (f8e4m3[64, 128], f32[1, 4], f8e4m3[128, 64], f32[1, 4]) = te.quantize(fc2.weight, e4m3 128x128[row+column, fused])
-quantize_2: (f8e4m3[32, 64], f32[1, 32], f8e4m3[64, 32], f32[1, 64]) = te.quantize(tangents_1, e4m3 1x128[row+column, fused])
-activation_backward_quantize: (f32[128], f8e4m3[32, 128], f32[1, 32], f8e4m3[128, 32], f32[1, 128]) = te.activation_backward_quantize(gemm_1, gemm, 'gelu', e4m3 1x128[row+column, fused], keep_output=False, bias_grad=True)""",
-    )
-
-
-def test_producers_of_mxfp8() -> None:
-    assert_expected_inline(
-        what_quantizes(MXFP8BlockScaling(fused_producers=True)),
-        """\
-layer_norm_quantize: (f32[32], f32[32], f8e4m3[32, 64], u8[128, 4], f8e4m3[32, 64], u8[4, 128]) = te.layer_norm_quantize(x, norm.weight, norm.bias, 1e-05, mxfp8[row+column, fused], keep_output=False)
-quantize: (f8e4m3[128, 64], u8[128, 4], f8e4m3[128, 64], u8[4, 128]) = te.quantize(fc1.weight, mxfp8[row+column, fused])
-activation_quantize: (f8e4m3[32, 128], u8[128, 4], f8e4m3[32, 128], u8[4, 128]) = te.activation_quantize(gemm, 'gelu', mxfp8[row+column, fused], keep_output=False)
-quantize_1: (f8e4m3[64, 128], u8[128, 4], f8e4m3[64, 128], u8[4, 128]) = te.quantize(fc2.weight, mxfp8[row+column, fused])
-quantize_2: (f8e4m3[32, 64], u8[128, 4], f8e4m3[32, 64], u8[4, 128]) = te.quantize(tangents_1, mxfp8[row+column, fused])
-activation_backward_quantize: (f32[128], f8e4m3[32, 128], u8[128, 4], f8e4m3[32, 128], u8[4, 128]) = te.activation_backward_quantize(gemm_1, gemm, 'gelu', mxfp8[row+column, fused], keep_output=False, bias_grad=True)""",
-    )

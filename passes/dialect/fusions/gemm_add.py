@@ -8,8 +8,8 @@ Bit-equal: the product is rounded before x is added. Where nothing reads x later
 
 The fusion is for GEMMs that the kernel for large products runs: its tensor cores multiply while it reads x. For smaller GEMMs it takes only
 sums that are written whoever computes them, because an addition that Inductor fuses with its reader costs no pass. The sum before a norm
-that is quantized goes to that norm (norm_add_quantize.py). x must be in memory anyway, with y's shape and dtype. In block scaling and MXFP8 it
-comes with `fused_producers=True`; an emulated product takes none.
+that is quantized goes to that norm (norm_add_quantize.py). x must be in memory anyway, with y's shape and dtype. An emulated product, and one
+in NVFP4, takes none.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _is_product(node: Any) -> bool:
         return False
     if node.target is gemm:
         asked = Gemm.of(node)
-        return asked.of_a_linear and asked.a_quantizer.fuses_sums()
+        return asked.of_a_linear and asked.a_quantizer.fused_producers
     return node.target in RESHAPES and _is_product(node.args[0])
 
 

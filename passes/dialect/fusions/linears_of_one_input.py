@@ -15,7 +15,7 @@ from te_dynamo.dialect.gated import gated
 from te_dynamo.dialect.gemm import Gemm, add_bias, gemm
 from te_dynamo.dialect.memory import RESHAPES, is_view
 from te_dynamo.dialect.quantize import quantize
-from te_dynamo.dialect.stacked import linears_stack, side_stacks, stacks_of
+from te_dynamo.dialect.stacked import side_stacks, stacks_of
 from te_dynamo.passes.dialect.graph import calls, item_users
 
 __all__ = ["Linear", "Part", "Sum", "buffer_names", "readers", "source_of", "stacks_of_linears"]
@@ -100,7 +100,7 @@ def stacks_of_linears(graph: Graph) -> Iterator[Sequence[Linear]]:
 def _linear_of(product: Node) -> Linear | None:
     """The linear whose forward product this is, if nothing else reads what it quantizes."""
     asked = Gemm.of(product)
-    if not (linears_stack(asked.a_quantizer) and asked.of_a_linear) or asked.bias is not None:
+    if not (asked.a_quantizer.stacks and asked.of_a_linear) or asked.bias is not None:
         return None
     data, scale = asked.b
     if _slice_of_input(data, 0) is not None:

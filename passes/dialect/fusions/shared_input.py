@@ -26,7 +26,7 @@ With a scale a row, dgrads stay apart: along K, segments with scales of rows eac
 Wgrads stay apart too where a gated unit's backward writes dgate and dup with such scales itself (activation_backward_quantize.py).
 
 With a scale a block, no block is of two tensors: the stack's buffers are those of the concatenation, and each of the three GEMMs is one as any
-other. This has not been timed, and comes with `fused_producers=True` of block scaling and MXFP8.
+other. Gate and up stay apart in training: of both gradients in one tensor a step's peak would be higher than in 16 bits (low_memory.py).
 
     after     q: (f8e4m3[2N, K], f32[2N/128, K/128], f8e4m3[K, 2N], f32[K/128, 2N/128]) = te.quantize_stacked([gate.weight, up.weight], e4m3 128x128[row+column], False)
               y: bf16[M, 2N] = te.gemm([x.data, x.scale_inv], e4m3 1x128[row], [q.data, q.scale_inv], e4m3 128x128[row], bf16, False)
@@ -171,6 +171,8 @@ def _reason_to_leave(linears: list[Linear], total: Sum | None) -> str:
         return "their biases have different dtypes"
     if linears[0].grad is not None and not _alike_in_backward(linears, total):
         return "some weights get no gradient, gradients differ in format, or the input's is more than their sum"
+    if _quantized_where_made(linears, "blocks"):
+        return "both gradients of gate and up in one tensor take a step's peak above that in 16 bits"
     return "" if _pays(linears) else "one GEMM takes longer by the cost model"
 
 
@@ -245,11 +247,11 @@ def _views_of_slices(linears: list[Linear]) -> dict[Node, Any] | None:
     return values
 
 
-def _quantized_where_made(linears: list[Linear]) -> bool:
-    """Whether a gated unit's backward writes each gradient with scales of rows: to stack them, it would have to write 16 bits too."""
+def _quantized_where_made(linears: list[Linear], scales: str) -> bool:
+    """Whether a gated unit's backward writes each gradient with such scales."""
     grads: list[Any] = [linear.grad for linear in linears if linear.grad is not None]
     made = {node for grad in grads for node in source_of(grad).all_input_nodes}
-    apart = all(grad.args[1].fused_producers and grad.args[1].stacks == "rows" for grad in grads)
+    apart = all(grad.args[1].stacks == scales for grad in grads)
     return apart and len(made) == 1 and made.pop().target is gated_backward
 
 
@@ -273,7 +275,7 @@ def _stack(graph: Graph, linears: list[Linear], total: Sum | None) -> None:
     for linear in linears:
         if linear.biased is not None:
             graph.erase_node(linear.product)
-    wgrads = [] if _quantized_where_made(linears) else [x.wgrad for x in linears if x.wgrad is not None]
+    wgrads = [] if _quantized_where_made(linears, "rows") else [x.wgrad for x in linears if x.wgrad is not None]
     if total is not None or wgrads:
         grads = _quantize_all(graph, [x.grad for x in linears if x.grad is not None], by_columns=True)
         if total is not None and first.dgrad is not None:

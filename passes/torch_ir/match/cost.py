@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from te_dynamo.dialect.stacked import linears_stack
 from te_dynamo.kernels.gemm.block_scales import multiplies_codes
 from te_dynamo.kernels.gemm.choose import Product, product_us
 from te_dynamo.kernels.runtime.target import Target
@@ -176,7 +175,7 @@ def linear_times(
     else:
         # Linears of one x become one product in a format that stacks in all GEMMs. They seldom do, so that a half is counted.
         x = recipe.input_quantizer()
-        stacks = x_readers > 1 and linears_stack(x) and x.stacks != "rows"
+        stacks = x_readers > 1 and x.stacks in ("tensors", "blocks")
         fixed = ours.fixed / 2 if stacks else ours.fixed
         passes += ours.weight * n * k / weight_readers / 1e6 / quantizing
     return (

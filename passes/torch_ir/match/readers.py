@@ -3,7 +3,6 @@ fused, and only in a format that a fused kernel writes."""
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.passes.torch_ir.match.autocast import is_body
 from te_dynamo.passes.torch_ir.match.patterns.linears.shards import keeps_shards
 from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, tensor_of
-from te_dynamo.quantized.quantizers import Quantizer
 
 __all__ = [
     "INSIDE",
@@ -57,7 +55,7 @@ def why_not_read_by_linear(node: fx.Node, rounds: bool = False) -> str:
                 quantizer = _config(user).input_quantizer
                 if quantizer.fused_producers:
                     return ""
-                other = _why_no_producer(quantizer)
+                other = f"no fused kernel writes {quantizer.in_words()}; left to Inductor"
             if isinstance(user.target, torch._ops.HigherOrderOperator) or (user.op == "output" and is_body(user.graph)):
                 apart = (
                     "it is read across the border of a region (a checkpoint), where nothing is fused; left to Inductor"
@@ -72,12 +70,6 @@ def why_not_read_by_linear(node: fx.Node, rounds: bool = False) -> str:
                 if not same:
                     apart = f"it is {_dtype(node)} and goes on as {_dtype(user)}, and is not what an FP8 linear reads; left to Inductor"
     return other or cast or apart or _why_not_read_in_order(node)
-
-
-def _why_no_producer(quantizer: Quantizer) -> str:
-    if any(field.name == "fused_producers" for field in dataclasses.fields(quantizer)):
-        return f"fused kernels that write {quantizer.in_words()} are off: fused_producers=True of its recipe has them; left to Inductor"
-    return f"no fused kernel writes {quantizer.in_words()}; left to Inductor"
 
 
 def _why_not_read_in_order(node: fx.Node) -> str:

@@ -50,10 +50,11 @@ class Quantizer(metaclass=OpaqueMeta):
     """Whether a tensor has one scale, of the amax of all its values: their order does not matter, the amax may be known before
     (te.quantize_with_amax), and a factor of the values may join the scale."""
 
-    fused_producers = False  # not annotated: some formats have it as a field
-    """Whether norms, activations and their gradients write the buffers themselves (te.rms_norm_quantize and its like)."""
+    fused_producers: ClassVar[bool] = False
+    """Whether norms, activations and their gradients write the buffers themselves (te.rms_norm_quantize and its like), and its GEMM is asked to
+    add another tensor to its result (the addend of te.gemm)."""
 
-    one_pass = False  # as this
+    one_pass = False  # not annotated: some formats have it as a field
     """Whether a compiled graph guesses the scale of what it quantizes, and casts again where the guess was wrong (lowering/one_pass.py)."""
 
     stacks: ClassVar[Literal["", "tensors", "rows", "blocks"]] = ""
@@ -110,11 +111,6 @@ class Quantizer(metaclass=OpaqueMeta):
         name = type(self).__name__
         fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
         return f"{name}({fields})", {name: type(self)}
-
-    def fuses_sums(self) -> bool:
-        """Whether its GEMM is asked to add another tensor to its result (the addend of te.gemm): like `fused_producers`, where it is measured
-        or asked for."""
-        return self.fused_producers
 
     def scaling(self) -> Scaling:
         """What has one scale, as GEMMs are told (`Operand` of kernels/gemm/request.py)."""

@@ -22,7 +22,6 @@ class Float8BlockQuantizer(Float8Quantizer):
     block_dims: 1 for blocks of 128 along the contracted dimension, activations and gradients; 2 for 128x128, weights.
     power_of_two_scale: clear the scales' mantissa bits.
     amax_epsilon: a block's amax is at least this.
-    fused_producers: norms, activations and their gradients write the blocks themselves (kernels/produce).
 
     Buffers of x read as [M, K] (^n: rounded up to a multiple of n, the padding zero):
 
@@ -32,12 +31,12 @@ class Float8BlockQuantizer(Float8Quantizer):
     1D columns are quantized on their own; 2D columns are the transposed rows.
     """
 
+    fused_producers: ClassVar[bool] = True
     stacks: ClassVar[Literal["blocks"]] = "blocks"
 
     block_dims: int = 1
     power_of_two_scale: bool = True
     amax_epsilon: float = 0.0
-    fused_producers: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,7 +64,7 @@ class Float8BlockQuantizer(Float8Quantizer):
 
     def _using(self, rowwise: bool, columnwise: bool) -> Float8BlockQuantizer:
         rule = self.fp8_format, self.block_dims, self.power_of_two_scale, self.amax_epsilon
-        return Float8BlockQuantizer(rowwise, columnwise, *rule, self.fused_producers)
+        return Float8BlockQuantizer(rowwise, columnwise, *rule)
 
     def form(self) -> BlockForm:
         usages = self.rowwise, self.columnwise
@@ -89,4 +88,4 @@ class Float8BlockQuantizer(Float8Quantizer):
 
     def _settings(self) -> Iterable[str]:
         scales = ("fp32 scales",) * (not self.power_of_two_scale)
-        return *scales, *epsilon_setting(self.amax_epsilon), *("fused",) * self.fused_producers
+        return *scales, *epsilon_setting(self.amax_epsilon)

@@ -30,7 +30,7 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
     input_amax: float = 0.0
 
     one_scale: ClassVar[bool] = True
-    fused_producers = True
+    fused_producers: ClassVar[bool] = True
     stacks: ClassVar[Literal["tensors"]] = "tensors"
 
     def __post_init__(self) -> None:

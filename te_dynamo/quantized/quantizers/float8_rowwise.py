@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +19,6 @@ class Float8RowwiseQuantizer(RowScalesQuantizer):
     fp8_format: "e4m3" (largest value 448) or "e5m2" (57344).
     power_of_two_scale: clear the scales' mantissa bits.
     amax_epsilon: a row's amax is at least this.
-    fused_producers: norms, activations and their gradients write the rows themselves (kernels/produce/rows.py).
 
     Buffers of x read as [M, K] (^n: rounded up to a multiple of n, the padding zero):
 
@@ -30,16 +28,11 @@ class Float8RowwiseQuantizer(RowScalesQuantizer):
     Columns are the rows of x^T, quantized on their own.
     """
 
+    fused_producers: ClassVar[bool] = True
     stacks: ClassVar[Literal["rows"]] = "rows"
 
-    fused_producers: bool = False
-
     def _using(self, rowwise: bool, columnwise: bool) -> Float8RowwiseQuantizer:
-        rule = self.fp8_format, self.power_of_two_scale, self.amax_epsilon
-        return Float8RowwiseQuantizer(rowwise, columnwise, *rule, self.fused_producers)
-
-    def fuses_sums(self) -> bool:
-        return True
+        return Float8RowwiseQuantizer(rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon)
 
     def no_groups_reason(self) -> str:
         return ""
@@ -57,6 +50,3 @@ class Float8RowwiseQuantizer(RowScalesQuantizer):
 
     def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         return {"cls": "Float8RowwiseTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
-
-    def _settings(self) -> Iterable[str]:
-        return *super()._settings(), *("fused",) * self.fused_producers

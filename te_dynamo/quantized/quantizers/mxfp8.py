@@ -22,7 +22,6 @@ class MXFP8Quantizer(Float8Quantizer):
     scale_block: 32, or 128 for four equal scales in a row: still MXFP8, and what the 1x128 kernels of Hopper read too.
     block_dims: 1 for blocks along the contracted dimension; 2 for blocks of as many rows, weights: still MXFP8, the scale once for each row.
     swizzled: scales in the order in which Blackwell's tensor cores read them.
-    fused_producers: norms, activations and their gradients write the blocks themselves (kernels/produce).
 
     Buffers of x read as [M, K]; scales are E8M0 codes (255 is NaN), held as uint8 (^n: rounded up, the padding zero):
 
@@ -35,12 +34,12 @@ class MXFP8Quantizer(Float8Quantizer):
     same values: of blocks of 32 `data` is both usages', and there is no columnwise_data.
     """
 
+    fused_producers: ClassVar[bool] = True
     stacks: ClassVar[Literal["blocks"]] = "blocks"
 
     scale_block: int = 32
     block_dims: int = 1
     swizzled: bool = False
-    fused_producers: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,12 +78,10 @@ class MXFP8Quantizer(Float8Quantizer):
         return self._using(rowwise, columnwise)
 
     def _using(self, rowwise: bool, columnwise: bool) -> MXFP8Quantizer:
-        options = self.fp8_format, self.scale_block, self.block_dims, self.swizzled, self.fused_producers
-        return MXFP8Quantizer(rowwise, columnwise, *options)
+        return MXFP8Quantizer(rowwise, columnwise, self.fp8_format, self.scale_block, self.block_dims, self.swizzled)
 
     def for_block_scales(self) -> MXFP8Quantizer:
-        options = self.fp8_format, self.scale_block, self.block_dims, True, self.fused_producers
-        return MXFP8Quantizer(self.rowwise, self.columnwise, *options)
+        return MXFP8Quantizer(self.rowwise, self.columnwise, self.fp8_format, self.scale_block, self.block_dims, True)
 
     def form(self) -> MXFP8Form:
         options = self.rowwise, self.columnwise, self.scale_block, self.swizzled, self.block_dims == 2
@@ -103,4 +100,4 @@ class MXFP8Quantizer(Float8Quantizer):
 
     def _settings(self) -> Iterable[str]:
         squares = (f"{self.scale_block}x{self.scale_block}",) * (self.block_dims == 2)
-        return *squares, *("swizzled",) * self.swizzled, *("fused",) * self.fused_producers
+        return *squares, *("swizzled",) * self.swizzled

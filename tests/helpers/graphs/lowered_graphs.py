@@ -35,7 +35,7 @@ BLOCKS, BLOCKS_2D = (Float8BlockQuantizer(columnwise=False, block_dims=dims) for
 
 BY_ROWS = Float8RowwiseQuantizer(columnwise=False)
 
-PRODUCED_BY_ROWS = Float8RowwiseQuantizer(fused_producers=True)
+PRODUCED_BY_ROWS = Float8RowwiseQuantizer()
 
 MXFP8_128 = MXFP8Quantizer(columnwise=False, scale_block=128)
 

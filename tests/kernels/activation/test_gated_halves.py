@@ -123,6 +123,9 @@ def test_codes_in_the_memory_of_dy(shape: tuple[int, ...], kind: str, fp8_dtype:
         actual = gated_in_place.gated_backward_quantize_in_place(given, gate, up, kind, options, gate_first)
         assert_same_bits(actual, expected)
         assert actual[0].data_ptr() == given.data_ptr()
+    given = dy, gate.contiguous(), up.contiguous()
+    expected = gated.gated_backward(*given, kind)
+    assert_same_bits(gated.gated_backward(*(x.clone() for x in given), kind, True, True), expected)
 
 
 # --- in Triton's interpreter --------------------------------------------------------------------------------
@@ -222,6 +225,11 @@ def in_place(kind: str) -> None:
         expected = kernels.gated_backward_quantize_halves(dy, *given, False, gate_first)
         actual = gated_in_place.gated_backward_quantize_in_place(dy.clone(), *given, gate_first)
         assert_same_bits(actual, expected)
+    up = up.contiguous()
+    expected = gated.gated_backward(dy, gate, up, kind)
+    actual = gated.gated_backward(dy, gate, up, kind, over_dy=True, over_up=True)
+    assert_same_bits(actual, expected)
+    assert [x.data_ptr() for x in actual] == [dy.data_ptr(), up.data_ptr()]
 
 
 if __name__ == "__main__":

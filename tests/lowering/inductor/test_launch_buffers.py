@@ -21,6 +21,7 @@ from te_dynamo.inspect.graphs.capture import Captured
 from te_dynamo.lowering.inductor import install
 from te_dynamo.lowering.inductor.launch_buffers import allocate_late
 from te_dynamo.passes.dialect import live_memory
+from te_dynamo.recipe import MXFP8BlockScaling
 from te_dynamo.testing import capture_on_fake_cuda
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
@@ -33,28 +34,50 @@ WIDE = TOKENS * INNER * 2
 """The bytes of one tensor of the width between, in bf16."""
 
 
-def code_of(mlp: type[nn.Module], recipe: str | None) -> tuple[list[generated_code.Generated], list[int], Captured]:
+def code_of(
+    mlp: type[nn.Module], recipe: Any, tokens: int = TOKENS, width: int = WIDTH, inner: int = INNER
+) -> tuple[list[generated_code.Generated], list[int], Captured]:
     """(Inductor's code of forward and backward, its peaks, the graphs)."""
 
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return mlp(width, inner).bfloat16()
+
     def inputs(device: str) -> tuple[Any, ...]:
-        return (torch.empty(1, TOKENS, WIDTH, dtype=torch.bfloat16, device=device, requires_grad=True),)
+        return (torch.empty(1, tokens, width, dtype=torch.bfloat16, device=device, requires_grad=True),)
 
     with kernels_everywhere(), generated_code.generated_code() as graphs:
-        captured = capture_on_fake_cuda(
-            lambda: mlp(WIDTH, INNER).bfloat16(), inputs, options={"recipe": None, "rules": [("", recipe)]}
-        )
+        captured = capture_on_fake_cuda(make, inputs, options={"recipe": None, "rules": [("", recipe)]})
     return graphs, generated_code.peak_bytes(graphs), captured
 
 
-def peaks(recipe: str) -> tuple[list[int], list[int]]:
+class TanhMLP(models.GatedMLP):
+    """With a gate that no kernel of ours writes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.down_proj(self.gate_proj(h).tanh() * self.up_proj(h))
+
+
+def peaks(recipe: str, mlp: type[nn.Module] = models.GatedMLP) -> tuple[list[int], list[int]]:
     """(of the graphs, of Inductor's code): forward's and backward's of a gated MLP."""
-    _, of_code, captured = code_of(models.GatedMLP, recipe)
+    _, of_code, captured = code_of(mlp, recipe)
     return [live_memory.peak_bytes(captured.graph(f"lower.{phase}")) for phase in ("forward", "backward")], of_code
 
 
-@pytest.mark.parametrize("recipe", slow_but(1, ["float8_block_scaling", "float8_current_scaling"]))
-def test_the_code_needs_what_the_graph_needs(recipe: str) -> None:
-    of_graphs, of_code = peaks(recipe)
+@pytest.mark.parametrize(
+    ("recipe", "mlp"),
+    slow_but(
+        1,
+        [
+            ("float8_rowwise", TanhMLP),
+            ("float8_block_scaling", models.GatedMLP),
+            ("float8_current_scaling", models.GatedMLP),
+        ],
+    ),
+)
+def test_the_code_needs_what_the_graph_needs(recipe: str, mlp: type[nn.Module]) -> None:
+    of_graphs, of_code = peaks(recipe, mlp)
     for graph, code in zip(of_graphs, of_code, strict=True):
         assert abs(graph - code) < WIDE / 16, (of_graphs, of_code)
 
@@ -67,9 +90,22 @@ def test_gelus_gradient_takes_less_than_in_bf16() -> None:
 
 
 @pytest.mark.slow
+def test_an_mlp_of_llama_8b_takes_no_more_than_in_bf16() -> None:
+    recipes = (
+        None,
+        "float8_block_scaling",
+        MXFP8BlockScaling(scale_block=128),
+        "float8_rowwise",
+        "float8_current_scaling",
+    )
+    bf16, *others = (max(code_of(models.GatedMLP, recipe, 8192, 4096, 14336)[1]) for recipe in recipes)
+    assert max(others) <= bf16, (others, bf16)
+
+
+@pytest.mark.slow
 def test_gelus_gradient_is_computed_once() -> None:
-    """With scales of rows the sums for the bias are of what was quantized, which is in memory, not of what it was computed of."""
-    text = code_of(models.GeluMLP, "float8_rowwise")[0][1].text
+    """Where Inductor computes it, the sums for the bias are of what was quantized, which is in memory, not of what it was computed of."""
+    text = code_of(models.GeluMLP, "nvfp4")[0][1].text
     launched = re.findall(r"triton_\w*gelu_backward\w*\.run", text)
     assert len(launched) == 1 and launched[0].startswith("triton_poi"), launched
 
@@ -111,7 +147,7 @@ def test_without_it_the_code_needs_more(monkeypatch: pytest.MonkeyPatch) -> None
     own = torch._inductor.memory.reorder_for_peak_memory.__wrapped__
     monkeypatch.setattr("te_dynamo.torch_private.private.Private.wrap", lambda *_: None)
     with mock.patch.object(torch._inductor.memory, "reorder_for_peak_memory", own):
-        (_, graph), (_, code) = peaks("float8_rowwise")
+        (_, graph), (_, code) = peaks("float8_rowwise", TanhMLP)
     assert code - graph >= WIDE - WIDE / 16, (graph, code)
 
 

@@ -18,10 +18,10 @@ from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockSc
 from te_dynamo.testing import capture_on_fake_cuda, fake_cuda
 
 BLOCKS = (
-    Float8BlockQuantizer(fused_producers=True),
-    MXFP8Quantizer(fused_producers=True),
-    MXFP8Quantizer(scale_block=128, fused_producers=True),
-    Float8RowwiseQuantizer(fused_producers=True),
+    Float8BlockQuantizer(),
+    MXFP8Quantizer(),
+    MXFP8Quantizer(scale_block=128),
+    Float8RowwiseQuantizer(),
 )
 
 
@@ -87,10 +87,9 @@ class Residual(nn.Module):
 @pytest.mark.parametrize(
     "recipe, added",
     [
-        (Float8BlockScaling(), ""),
-        (Float8BlockScaling(fused_producers=True), "h200 b200 rtx5090 l40s"),
-        (MXFP8BlockScaling(scale_block=128, fused_producers=True), "b200 rtx5090 l40s"),
-        (MXFP8BlockScaling(fused_producers=True), "b200 rtx5090"),  # others multiply the values
+        (Float8BlockScaling(), "h200 b200 rtx5090 l40s"),
+        (MXFP8BlockScaling(scale_block=128), "b200 rtx5090 l40s"),
+        (MXFP8BlockScaling(), "b200 rtx5090"),  # others multiply the values
         (NVFP4BlockScaling(), ""),
     ],
     ids=str,
@@ -111,7 +110,7 @@ def test_a_residual_stream_is_added_where_a_kernel_adds(recipe: Recipe, added: s
 
 @pytest.mark.parametrize("recipe", [Float8BlockScaling, MXFP8BlockScaling])
 def test_sums_in_gemms_change_no_bit(recipe: type[Recipe]) -> None:
-    options = {"codegen": "eager", "recipe": recipe(fused_producers=True)}
+    options = {"codegen": "eager", "recipe": recipe()}
     x = torch.randn(40, 128, dtype=torch.bfloat16)
     fused, apart = (compiled_run(Residual, {**options, "fusions": fusions})(x) for fusions in (True, False))
     assert all(map(torch.equal, fused.outputs, apart.outputs))

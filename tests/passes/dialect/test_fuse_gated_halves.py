@@ -114,7 +114,7 @@ def test_what_is_no_half_stays() -> None:
         return h[..., :FFN], h[..., 16 : 16 + FFN]
 
     x = torch.randn(2, 16, HIDDEN, dtype=torch.bfloat16)
-    for form, recipe in ((interleaved, None), (overlapping, None), (FORMS["chunk"], "float8_rowwise")):
+    for form, recipe in ((interleaved, None), (overlapping, None), (FORMS["chunk"], "nvfp4")):
         with capture() as graphs:
             compiled_run(gated(form), {"codegen": "eager"} | ({"recipe": recipe} if recipe else {}))(x)
         assert NAME not in {name for _, name, _ in graphs.reports[0].fusions}

@@ -125,7 +125,7 @@ def test_the_product_that_finds_the_amax_is_of_bf16() -> None:
         assert ("te.gemm_gated(" in graphs["forward"], "along='N'" in graphs["forward"]) == (fused, not fused)
 
 
-ROWS = te_dynamo.recipe.Float8RowwiseScaling(fused_producers=True)
+ROWS = te_dynamo.recipe.Float8RowwiseScaling()
 
 
 @pytest.mark.parametrize(

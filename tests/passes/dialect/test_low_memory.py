@@ -25,7 +25,11 @@ from torch.utils.checkpoint import checkpoint
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.options import Options
 from te_dynamo.passes.dialect.live_memory import peak_bytes
-from te_dynamo.testing import capture_on_fake_cuda, graph_text
+from te_dynamo.recipe import Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling, Recipe
+from te_dynamo.testing import capture_on_fake_cuda, graph_diff, graph_text
+
+OTHERS = (Float8BlockScaling(), MXFP8BlockScaling(), MXFP8BlockScaling(scale_block=128), Float8RowwiseScaling())
+"""Recipes whose columnwise copies are no transposition of the rows."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +67,49 @@ gemm_3: bf16[256, 64] = te.gemm([transpose, gated_backward_quantize[1]], e5m2[co
     )
 
 
+def test_backward_graph_with_scales_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the peak both gradients are written in 16 bits, and quantized when gate and up are gone."""
+    monkeypatch.setattr("te_dynamo.passes.dialect.low_memory.FEWEST_BYTES", 0)
+    texts = [
+        capture_training(SwigluMLP, (256, 64), "cpu", recipe="float8_block_scaling", low_memory=low)["backward"]
+        for low in (False, True)
+    ]
+    assert_expected_inline(
+        graph_diff(*texts),
+        """\
+--- before
++++ after
+@@ -15,13 +15,15 @@
+ view: f32[256, 1] = input
+ tangents_1: bf16[256, 64] = input
+ quantize_3: (f8e4m3[256, 64], f32[1, 256], f8e4m3[64, 256], f32[2, 64]) = te.quantize(tangents_1, e4m3 1x128[row+column])
++gemm_8: bf16[64, 128] = te.gemm([quantize_3[2], quantize_3[3]], e4m3 1x128[column], [gated_quantize[2], gated_quantize[3]], e4m3 1x128[column], bf16, fast_accum=False)
+ gemm_2: bf16[256, 128] = te.gemm([quantize_3[0], quantize_3[1]], e4m3 1x128[row], [quantize_2[2], quantize_2[3]], e4m3 128x128[column], bf16, fast_accum=False)
+-gemm_3: bf16[64, 128] = te.gemm([quantize_3[2], quantize_3[3]], e4m3 1x128[column], [gated_quantize[2], gated_quantize[3]], e4m3 1x128[column], bf16, fast_accum=False)
+-gated_backward_quantize: (f8e4m3[256, 128], f32[1, 256], f8e4m3[128, 256], f32[2, 128], f8e4m3[256, 128], f32[1, 256], f8e4m3[128, 256], f32[2, 128]) = te.gated_backward_quantize(gemm_2, gemm, gemm_1, 'silu', e4m3 1x128[row+column], keep_output=False)
+-gemm_4: bf16[256, 64] = te.gemm([gated_backward_quantize[4], gated_backward_quantize[5]], e4m3 1x128[row], [quantize_1[2], quantize_1[3]], e4m3 128x128[column], bf16, fast_accum=False)
+-gemm_5: bf16[128, 64] = te.gemm([gated_backward_quantize[6], gated_backward_quantize[7]], e4m3 1x128[column], [rms_norm_quantize[3], rms_norm_quantize[4]], e4m3 1x128[column], bf16, fast_accum=False)
+-gemm_6: bf16[256, 64] = te.gemm([gated_backward_quantize[0], gated_backward_quantize[1]], e4m3 1x128[row], [quantize[2], quantize[3]], e4m3 128x128[column], bf16, fast_accum=False)
+-gemm_7: bf16[128, 64] = te.gemm([gated_backward_quantize[2], gated_backward_quantize[3]], e4m3 1x128[column], [rms_norm_quantize[3], rms_norm_quantize[4]], e4m3 1x128[column], bf16, fast_accum=False)
++gated_backward: (bf16[256, 128], bf16[256, 128]) = te.gated_backward(gemm_2, gemm, gemm_1, 'silu')
++quantize_4: (f8e4m3[256, 128], f32[1, 256], f8e4m3[128, 256], f32[2, 128]) = te.quantize(gated_backward[0], e4m3 1x128[row+column])
++quantize_5: (f8e4m3[256, 128], f32[1, 256], f8e4m3[128, 256], f32[2, 128]) = te.quantize(gated_backward[1], e4m3 1x128[row+column])
++gemm_9: bf16[128, 64] = te.gemm([quantize_5[2], quantize_5[3]], e4m3 1x128[column], [rms_norm_quantize[3], rms_norm_quantize[4]], e4m3 1x128[column], bf16, fast_accum=False)
++gemm_4: bf16[256, 64] = te.gemm([quantize_5[0], quantize_5[1]], e4m3 1x128[row], [quantize_1[2], quantize_1[3]], e4m3 128x128[column], bf16, fast_accum=False)
++gemm_5: bf16[128, 64] = te.gemm([quantize_4[2], quantize_4[3]], e4m3 1x128[column], [rms_norm_quantize[3], rms_norm_quantize[4]], e4m3 1x128[column], bf16, fast_accum=False)
++gemm_6: bf16[256, 64] = te.gemm([quantize_4[0], quantize_4[1]], e4m3 1x128[row], [quantize[2], quantize[3]], e4m3 128x128[column], bf16, fast_accum=False)
+ add: bf16[256, 64] = aten.add(gemm_4, gemm_6)
+ to: f32[256, 64] = add.to(f32)
+ to_1: f32[256, 64] = x.to(f32)
+@@ -37,4 +39,4 @@
+ sub: f32[256, 64] = aten.sub(mul_1, mul_4)
+ mul_5: f32[256, 64] = aten.mul(view, sub)
+ to_4: bf16[256, 64] = mul_5.to(bf16)
+-return to_3, to_4, gemm_7, gemm_5, gemm_3
++return to_3, to_4, gemm_5, gemm_9, gemm_8""",
+    )
+
+
 @pytest.mark.one_fast_case
 @pytest.mark.parametrize(
     ("model", "shape", "codegen"),
@@ -78,10 +125,22 @@ gemm_3: bf16[256, 64] = te.gemm([transpose, gated_backward_quantize[1]], e5m2[co
     ],
 )
 def test_every_bit_is_the_same(model: type[nn.Module], shape: tuple[int, ...], codegen: str) -> None:
+    check_bits(model, shape, codegen=codegen)
+
+
+@pytest.mark.one_fast_case
+@pytest.mark.parametrize("model", [SwigluMLP, Gated])
+@pytest.mark.parametrize("recipe", OTHERS, ids=str)
+def test_every_bit_is_the_same_with_other_scales(
+    model: type[nn.Module], recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("te_dynamo.passes.dialect.low_memory.FEWEST_BYTES", 0)
+    check_bits(model, (32, 64), codegen="eager", recipe=recipe)
+
+
+def check_bits(model: type[nn.Module], shape: tuple[int, ...], **options: object) -> None:
     x = torch.randn(*shape, dtype=torch.bfloat16)
-    expected, actual = (
-        compiled_run(model, {"codegen": codegen, "low_memory": low})(x).gradients for low in (False, True)
-    )
+    expected, actual = (compiled_run(model, {**options, "low_memory": low})(x).gradients for low in (False, True))
     for name, gradient in expected.items():
         assert torch.equal(actual[name], gradient), name
 
