@@ -18,13 +18,10 @@ import torch
 from te_dynamo.kernels.activation import activation
 from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.sizes import Size
-from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.produce.produce import Source, produce
-from te_dynamo.kernels.produce.stack import quantize_stacked_blocks, quantize_stacked_blocks_reference
 from te_dynamo.kernels.produce.tensor import made, partial_amaxes
 from te_dynamo.kernels.quantize.current import Tile, quantize_stacked_reference
 from te_dynamo.kernels.quantize.formats import reference_of
-from te_dynamo.kernels.tiles.stacking import check_segments
 
 __all__ = [
     "BOUNDED_KINDS",
@@ -100,10 +97,8 @@ def gated_backward_quantize_reference(
     grads = gated_backward_reference(dy, gate, up, kind)
     if not stacked:
         buffers = [buffer for grad in grads for buffer in reference_of(grad, form)]
-    elif isinstance(form, TensorForm):
-        buffers = quantize_stacked_reference(grads, form, by_columns=True)
     else:
-        buffers = quantize_stacked_blocks_reference(grads, form, by_columns=True)
+        buffers = quantize_stacked_reference(grads, form, by_columns=True)
     return [*(grads if keep_output else ()), *buffers]
 
 
@@ -168,13 +163,7 @@ def gated_backward_quantize(
     stacked: in place of two tensors' buffers those of `quantize_stacked([dgate, dup], by_columns=True)`. hint: as there, of two scales.
     """
     source = source_of_gradients(dy, gate, up, kind)
-    if isinstance(form, TensorForm) or not stacked:
-        return [*itertools.chain(*produce(source, form, keep_output, stacked=stacked, tile=tile, hint=hint))]
-    check_segments(2 * (gate.shape[-1],))
-    if keep_output:  # halves of one tensor would be kept so too
-        both = made(source)
-        return [*both, *quantize_stacked_blocks(both, form, by_columns=True)]
-    return produce(source, form, False, half=0)[2]
+    return [*itertools.chain(*produce(source, form, keep_output, stacked=stacked, tile=tile, hint=hint))]
 
 
 def _source(gate: torch.Tensor, up: torch.Tensor, kind: str) -> Source:

@@ -77,10 +77,9 @@ def gated_quantize(
 
 
 def _check_stack(quantizer: Quantizer, stacked: bool) -> None:
-    if stacked and quantizer.stacks not in ("tensors", "blocks"):
+    if stacked and not quantizer.one_scale:
         raise QuantizationError(
-            f"te.gated_backward_quantize: {quantizer.describe()}: stacked=True takes one scale a tensor or a block; without it each "
-            "gradient has buffers"
+            f"te.gated_backward_quantize: {quantizer.describe()}: stacked=True takes one scale a tensor; without it each gradient has buffers"
         )
 
 

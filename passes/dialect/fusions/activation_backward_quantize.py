@@ -65,7 +65,7 @@ def fuse_gated_backward_quantize(graph: Graph) -> int:
 
 def _quantized_together(gradients: list[Node]) -> list[Node] | None:
     """The te.quantize of each gradient, by equal quantizers, or the one te.quantize_stacked of both."""
-    stacks = [u for u in gradients[0].users if u.target is quantize_stacked and u.args[1].stacks != "rows"]  # type: ignore[union-attr]
+    stacks = [u for u in gradients[0].users if u.target is quantize_stacked and u.args[1].one_scale]  # type: ignore[union-attr]
     if len(stacks) == 1 and stacks[0].args[0] == gradients and stacks[0].args[2]:
         return stacks if not any(quantize_of(gradient) for gradient in gradients) else None
     quantized = [one for gradient in gradients if (one := quantize_of(gradient)) is not None]

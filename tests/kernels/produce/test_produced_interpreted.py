@@ -87,16 +87,6 @@ def of_halves(make: Any, form: Form, keep: bool, kind: str = "silu") -> Pair:
     return fused, [grad] * keep + reference_of(grad, form)
 
 
-def of_stacked_gradients(make: Any, form: Form, keep: bool, kind: str = "silu") -> Pair:
-    """Of widths that stack; others are an error."""
-    dy, gate, up = (make(number).repeat(1, 128)[:, :128] for number in (1, 0, 2))
-    if isinstance(form, RowForm):
-        return [], []
-    grads = gated.gated_backward(dy, gate, up, kind)
-    fused = gated.gated_backward_quantize(dy, gate, up, kind, form, keep, stacked=True)
-    return fused, [*grads] * keep + reference_of(torch.cat(grads, -1), form)
-
-
 def of_rms_norm(make: Any, form: Form, keep: bool, how: tuple[bool, bool, bool] = (True, False, False)) -> Pair:
     x, (weighted, *modes) = make(0), how
     w = make(2)[0].float() if modes[0] else make(2)[0] if weighted else None
@@ -134,7 +124,7 @@ def of_modulated_norm(make: Any, form: Form, keep: bool) -> Pair:
 
 
 PRODUCERS = (
-    *(of_activation, of_activation_backward, of_gated, of_gradients, of_halves, of_stacked_gradients),
+    *(of_activation, of_activation_backward, of_gated, of_gradients, of_halves),
     *(of_rms_norm, of_layer_norm, of_rounded_norm, of_added_norm, of_modulated_norm),
 )
 
