@@ -16,7 +16,8 @@ The same for te.gated_backward_quantize_halves, whose buffers te.gemm reads, and
 te.activation_backward_quantize. Every bit is the same. It costs one more read of the codes.
 
 With scales of rows or blocks columns are no transposition of the rows. Where the graph's peak is there, both gradients are written in 16 bits,
-dgate into dy's memory, and are quantized when gate and up are gone. It costs a write and a read of both.
+dgate into dy's memory and dup into up's where that ends there (lowering/in_place.py), and are quantized when gate and up are gone. It costs a
+write and a read of both.
 
     before    d = te.gated_backward_quantize(dy, gate, up, 'silu', e4m3 1x128[row+column], ..)
     after     d: (bf16[M, K], bf16[M, K]) = te.gated_backward(dy, gate, up, 'silu')

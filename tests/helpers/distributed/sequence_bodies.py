@@ -67,9 +67,8 @@ def steps(
                 "gathered": {str(d).removeprefix("torch."): n for (o, d), n in wire.bytes.items() if o == "all_gather"},
                 "bytes": wire.total("all_gather"),
                 "linears": [(m.module, m.reason) for r in graphs.reports for m in r.matches if m.kind == "linear"],
-                "notes": [
-                    n for report in graphs.reports for n in report.notes if "not stacked" not in n
-                ],  # small widths
+                # But for those on widths too small to be stacked.
+                "notes": [n for report in graphs.reports for n in report.notes if "not stacked" not in n],
             }
         )
         torch._dynamo.reset()

@@ -117,9 +117,8 @@ def test_every_tile(tile: Tile) -> None:
         r = request(333, 520, 1040, dtype, biased, device="cuda")
         got, want = with_tile(fitted, r).cpu(), in_float64(r).cpu()
         finite = want.abs() < torch.finfo(torch.float16).max / 2 if dtype == torch.float16 else want.isfinite()
-        bound = (
-            2e-2 if tile.fast else 1e-2 if dtype != torch.float32 else 1e-3
-        )  # the tensor core keeps fewer bits of a sum
+        # The tensor core keeps fewer bits of a sum.
+        bound = 2e-2 if tile.fast else 1e-2 if dtype != torch.float32 else 1e-3
         assert relative_error(got[finite], want[finite]) < bound
 
 
