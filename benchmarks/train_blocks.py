@@ -9,7 +9,8 @@ compiled first. Then they are timed in turn, round after round, so that clocks a
 the rounds' medians, p20 and p80 are percentiles of all samples, and `speedup` is bf16's time by the provider's.
 
 `te` adds up in fp32 in all three GEMMs, `te fast` in the tensor core's own accumulator. `te fast forward` does so in forward alone,
-as torchao's tensorwise recipe does. Errors are relative Frobenius norms against bf16's output, without the residual, and against its
+as torchao's and Transformer Engine's recipes do. `TE` is Transformer Engine with its own modules of norms, linears and MLPs, and torch's
+attention; where it is installed, torch's attention leaves cuDNN for flash kernels, in every row. Errors are relative Frobenius norms against bf16's output, without the residual, and against its
 weight gradients. The peak counts weights, gradients, input, output and all that the step allocates.
 
 The small MLP is bound by the CPU that launches its kernels.
@@ -36,6 +37,7 @@ import report
 import torch
 import triton
 from models import BLOCKS, Block
+from nvidia_blocks import Inside, converted
 from torch import nn
 
 REFERENCE = "bf16"
@@ -56,6 +58,19 @@ def torchao(recipe: str) -> Callable[[nn.Module], Callable]:
     return compile_
 
 
+def transformer_engine(recipe: str) -> Callable[[nn.Module], Callable]:
+    """Transformer Engine's modules, which are not compiled, in this recipe of its own."""
+
+    def build(module: nn.Module) -> Callable:
+        import transformer_engine.common.recipe
+        import transformer_engine.pytorch as library
+
+        made = getattr(transformer_engine.common.recipe, recipe)()
+        return Inside(converted(module, library), lambda: library.autocast(enabled=True, recipe=made))
+
+    return build
+
+
 def te(
     recipe: str = "Float8CurrentScaling", low_memory: bool = True, mode: str | None = None, **recipe_fields: Any
 ) -> Callable[[nn.Module], Callable]:
@@ -72,6 +87,9 @@ def te(
 
 PROVIDERS: dict[str, Callable[[nn.Module], Callable]] = {
     REFERENCE: torch.compile,
+    "TE current": transformer_engine("Float8CurrentScaling"),
+    "TE delayed": transformer_engine("DelayedScaling"),
+    "TE block": transformer_engine("Float8BlockScaling"),
     "torchao tensorwise": torchao("tensorwise"),
     "torchao rowwise": torchao("rowwise"),
     "te": te(),
@@ -149,11 +167,11 @@ def training_step(module: nn.Module, compiled: Callable, inputs: Inputs) -> Step
     return step
 
 
-def answer(module: nn.Module, compiled: Callable, inputs: Inputs) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(output without the residual, weight gradients) of one step, on the device."""
+def answer(module: nn.Module, compiled: Callable, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output without the residual, all weight gradients in a row) of one step, on the device."""
     training_step(module, compiled, inputs)()
     output = compiled(inputs.x).detach() - inputs.x.detach()  # with gradients on: no second graph to compile
-    return output, [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    return output, torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 
 
 def relative_error(ours: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
@@ -174,6 +192,7 @@ def prepare(
     others = memory(device) - inputs.nbytes()
     module = copy.deepcopy(base)
     compiled = PROVIDERS[provider](module)
+    module = compiled if isinstance(compiled, Inside) else module  # which has parameters of its own
     step = training_step(module, compiled, inputs)
 
     start = time.perf_counter()
@@ -187,7 +206,7 @@ def prepare(
     got = answer(module, compiled, inputs)
     reference = reference or got
     row.output_error = relative_error([got[0]], [reference[0]])
-    row.grad_error = relative_error(got[1], reference[1])
+    row.grad_error = relative_error([got[1]], [reference[1]])
     if max(row.output_error, row.grad_error) > LARGEST_ERROR:
         raise ArithmeticError(f"output error {row.output_error:.3f}, gradient error {row.grad_error:.3f} against bf16")
     return Candidate(row, step), reference

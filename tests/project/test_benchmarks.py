@@ -174,3 +174,24 @@ def test_an_encoder_beside_its_stored_weights(import_benchmark: Callable[[str], 
     encoder = import_benchmark("encoder")
     (row,) = encoder.rows_of(["float8_rowwise"], encoder.lineage(6))
     assert row.output_db > row.worst_linear_db > 15 and row.top_1 > 0.5 and row.top_5 == 1.0
+
+
+@pytest.mark.parametrize("name", ["GatedMLP", "GeluMLP", "Llama"])
+def test_transformer_engines_modules_compute_the_block(train_blocks: ModuleType, name: str) -> None:
+    """te_dynamo.nn has modules of Transformer Engine's names."""
+    import te_dynamo.nn
+
+    models, nvidia_blocks = pytest.importorskip("models"), pytest.importorskip("nvidia_blocks")
+    torch.manual_seed(0)
+    block = {
+        "GatedMLP": lambda: models.GatedMLP(64, 128),
+        "GeluMLP": lambda: models.GeluMLP(64, 128),
+        "Llama": lambda: models.llama_block(64, 128, 4, 2),
+    }[name]().bfloat16()
+    inputs = train_blocks.Inputs.make(models.Block(name, lambda: block, (2, 16, 64)), "cpu")
+    theirs = nvidia_blocks.converted(block, te_dynamo.nn)
+    want, got = (train_blocks.answer(module, module, inputs) for module in (block, theirs))
+    assert 0 < train_blocks.relative_error([got[0]], [want[0]]) < 0.1
+    assert 0 < train_blocks.relative_error([got[1]], [want[1]]) < 0.12
+    with pytest.raises(TypeError, match="GegluMLP has no module in Transformer Engine"):
+        nvidia_blocks.converted(models.GegluMLP(64, 128), te_dynamo.nn)
