@@ -11,7 +11,7 @@ import subprocess
 
 import torch
 
-__all__ = ["collect"]
+__all__ = ["collect", "version"]
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -25,9 +25,9 @@ def collect(device: str) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
-        "triton": _version("triton"),
-        "torchao": _version("torchao"),
-        "te_dynamo": _version("te-dynamo"),
+        "triton": version("triton"),
+        "torchao": version("torchao"),
+        "te_dynamo": version("te-dynamo"),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
@@ -42,7 +42,8 @@ def _commit() -> str:
     return commit if commit == "unknown" or changed == "" else f"{commit}+dirty"
 
 
-def _version(distribution: str) -> str:
+def version(distribution: str) -> str:
+    """Of an installed distribution; "none" where it is not."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

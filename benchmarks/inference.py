@@ -74,7 +74,7 @@ class Candidate:
     weights_mib: float | None
 
 
-def prepare(provider: str, base: nn.Module, recipes: list[str]) -> Candidate:
+def prepare(provider: str, base: nn.Module) -> Candidate:
     """The compiled model; te providers are named by recipe, with "frozen" or, to compare with, "not frozen"."""
     device = next(base.parameters()).device
     before = memory(device)
@@ -85,7 +85,6 @@ def prepare(provider: str, base: nn.Module, recipes: list[str]) -> Candidate:
         import te_dynamo
 
         recipe, _, how = provider.partition(", ")
-        assert recipe in recipes
         if how == "frozen":
             te_dynamo.freeze(module, drop_weights=True)
         call = torch.compile(module, backend="te", options={"recipe": recipe})
@@ -121,22 +120,22 @@ def print_kernels(candidate: Candidate, x: torch.Tensor) -> None:
 
 
 def measure(
-    case: str,
+    case: tuple[str, Callable[[], nn.Module]],
     tokens: list[int],
     providers: list[str],
-    recipes: list[str],
     rounds: int,
     device: str,
     kernels: bool = False,
+    prepare: Callable[[str, nn.Module], Candidate] = prepare,
 ) -> list[Row]:
-    """A row for each number of tokens and provider, the reference first."""
-    title, make = CASES[case]
+    """A row for each number of tokens and provider, the reference first. case: its title, and what makes the model."""
+    title, make = case
     torch.manual_seed(0)
     base = make().to(device, torch.bfloat16)
     candidates, failed = [], {}
     for provider in providers:
         try:
-            candidates.append(prepare(provider, base, recipes))
+            candidates.append(prepare(provider, base))
         except Exception as error:  # one provider's failure is a row, not the end of the run
             if provider == REFERENCE:
                 raise
@@ -224,7 +223,7 @@ def main() -> None:
     rows: list[Row] = []
     for case in args.cases:
         print(CASES[case][0], flush=True)
-        rows += measure(case, args.tokens, providers, args.recipes, args.rounds, args.device, args.kernels)
+        rows += measure(CASES[case], args.tokens, providers, args.rounds, args.device, args.kernels)
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()

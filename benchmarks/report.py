@@ -96,6 +96,9 @@ TABLES = {
     ),
     "inference": Table("inference", ("case", "tokens"), "provider", ("graph_us", "graph_speedup")),
     "inference_rows": Table("inference"),
+    "checkpoint": Table("checkpoint", ("case", "tokens"), "provider", ("graph_us", "graph_speedup")),
+    "checkpoint_rows": Table("checkpoint"),
+    "checkpoint_lora": Table("checkpoint_lora"),
     "few_rows": Table(
         "few_rows", ("case", "mode", "rows", "bf16_us"), "recipe", ("te_speedup", "coverage", "all_speedup")
     ),

@@ -212,8 +212,10 @@ def prepare(
     return Candidate(row, step), reference
 
 
-def measure_block(block: Block, providers: list[str], rounds: int, device: str) -> list[Row]:
-    """A row for each provider, the reference first."""
+def measure_block(
+    block: Block, providers: list[str], rounds: int, device: str, prepare: Callable[..., Any] = prepare
+) -> list[Row]:
+    """A row for each provider, the reference first. prepare: as the function of this name."""
     torch.manual_seed(0)
     base = block.make().to(device, torch.bfloat16)
     inputs = Inputs.make(block, device)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
@@ -106,13 +109,12 @@ def test_all_providers_are_measured_without_a_choice(train_blocks: ModuleType, m
 
 
 @pytest.mark.slow
-def test_frozen_models_beside_bf16(train_blocks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_models_beside_bf16(train_blocks: ModuleType) -> None:
     inference = pytest.importorskip("inference")
     models = pytest.importorskip("models")
-    monkeypatch.setitem(inference.CASES, "tiny", ("tiny", inference.layers(2, lambda: models.GatedMLP(32, 64))))
+    tiny = "tiny", inference.layers(2, lambda: models.GatedMLP(32, 64))
     names = ["bf16", "float8_current_scaling, frozen", "float8_block_scaling, frozen", "no recipe, frozen"]
-    recipes = ["float8_current_scaling", "float8_block_scaling", "no recipe"]
-    rows = inference.measure("tiny", [1, 4], names, recipes, rounds=2, device="cpu")
+    rows = inference.measure(tiny, [1, 4], names, rounds=2, device="cpu")
     assert [row.tokens for row in rows] == [1] * 4 + [4] * 4
     assert rows[0].plain_speedup == 1.0 and rows[0].output_error == 0.0
     assert all(0 < row.output_error < 0.2 and row.plain_us for row in (rows[1], rows[2]))
@@ -167,6 +169,24 @@ def test_losses_of_the_demo_are_beside_one_bf16_run(import_benchmark: Callable[[
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"\['nvfp4'\] was trained beside another bf16 run"):
         losses.rows_of([summary("mxfp8", 2.02), summary("nvfp4", 1.9, bf16=2.1)])
+
+
+@pytest.mark.slow
+def test_checkpoints_beside_bf16(import_benchmark: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """transformers' linear has no kernel on a CPU, and is a row all the same."""
+    report = import_benchmark("report")
+    command = [sys.executable, report.ROOT / "benchmarks" / "checkpoint.py", "--quick", "--device", "cpu"]
+    chosen = ["--recipes", "float8_rowwise", "--providers", "te,dequantized,transformers eager", "--out", tmp_path]
+    done = subprocess.run(command + chosen, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    runs = {run.name: run.rows for run in map(report.read, tmp_path.iterdir())}
+    assert set(runs) == {"checkpoint", "checkpoint_lora"}
+    found = [(row["tokens"], row["provider"], 0 < row["output_error"] < 0.1) for row in runs["checkpoint"]]
+    te = "compressed-tensors, float8_rowwise"
+    assert found == [(1, "bf16", False), (1, te, True), (16, "bf16", False), (16, te, True)]
+    bf16, ours, dequantized, transformers = runs["checkpoint_lora"]
+    assert bf16["speedup"] == 1.0 and transformers["provider"] == "transformers eager" and transformers["error"]
+    assert 0 < dequantized["grad_error"] < ours["grad_error"] < 0.1 and ours["step_ms"] and dequantized["step_ms"]
 
 
 @pytest.mark.slow
