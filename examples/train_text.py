@@ -10,7 +10,8 @@ The model is transformers' own class, unchanged. The only difference between the
 when a loss of a recipe's run is more than 2% (NVFP4: 5%) away from the bf16 run's. A CPU runs the recipes' references, so no speed is
 printed there; one without instructions for bf16 trains both in fp32. A large learning rate makes the first steps
 chaotic: rounding alone may then decide where a run ends. `--seeds` trains each several times, from other weights on other batches, and
-compares the means; `bf16-eager`, the same model uncompiled, shows how far rounding alone goes.
+compares the means; `bf16-eager`, the same model uncompiled, shows how far rounding alone goes. A run that ends is written to --out at once;
+`--resume` takes it from there, and writes no text.
 """
 
 from __future__ import annotations
@@ -105,9 +106,20 @@ def train_all(
     """A run for each seed of `model`, just built with the first of them, through `compiled`, its compiled form."""
     runs: list[Run] = []
     for seed in range(args.seed, args.seed + args.seeds):
+        path = args.out / f"run-{name}-{seed}.json"
+        settings = {
+            key: str(value)
+            for key, value in vars(args).items()
+            if key not in ("recipe", "seed", "seeds", "out", "resume")
+        }
+        if args.resume and path.exists() and (ended := json.loads(path.read_text()))["settings"] == settings:
+            runs.append(Run(**ended["run"]))
+            print(f"{name}, seed {seed}: as in {path}", flush=True)
+            continue
         if runs:
             model.load_state_dict(build_model(args, seed).state_dict())
         runs.append(train(name, seed, model, compiled, text, args))
+        path.write_text(json.dumps({"settings": settings, "run": dataclasses.asdict(runs[-1])}))
     return runs
 
 
@@ -294,6 +306,7 @@ def parse_args() -> argparse.Namespace:
         help="what is trained beside bf16: " + ", ".join(CHOICES),
     )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"))
+    parser.add_argument("--resume", action="store_true", help="take runs of the same settings that ended from --out")
     parser.add_argument("--fast", action="store_true", help="a few steps of a tiny model, to see that all of it runs")
     args = parser.parse_args()
     if unknown := set(args.recipe) - set(CHOICES):
@@ -345,7 +358,8 @@ def main() -> int:
     model, compiled, options = trained[0]
     tokens = next(text.batches("train", 1, args.batch, args.seq, args.seed)).to(args.device)
     show_graphs(model, tokens, options, RECIPES[args.recipe[0]], args.out, console)
-    show_text(model, compiled, text, console, args)
+    if not args.resume:  # whose model may not have been trained here
+        show_text(model, compiled, text, console, args)
     close = compare(reference, others, console, speed=torch.device(args.device).type == "cuda")
     console.print(f"In {args.out}/: report.html, the page of what was done; loss.png; forward_graph.txt; summary.json.")
     if not close:

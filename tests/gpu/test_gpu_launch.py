@@ -194,9 +194,10 @@ PROGRAM = textwrap.dedent(
     import os, sys
     import torch
     from te_dynamo.kernels.quantize.current import quantize
+    from te_dynamo.kernels.layouts.tensor import TensorForm
 
     def cast():
-        return quantize(x, torch.float8_e4m3fn, True, False, False, 0.0)
+        return quantize(x, TensorForm(torch.float8_e4m3fn, True, False, False, 0.0))
 
     x = torch.randn(128, 1024, device="cuda")
     cast(), cast(), torch.cuda.synchronize()

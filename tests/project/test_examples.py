@@ -95,6 +95,10 @@ def test_train_text_runs_and_writes_its_results(tmp_path: pathlib.Path) -> None:
     reference, ours = json.loads((tmp_path / "summary.json").read_text())["runs"]
     assert len(reference["losses"]) == len(ours["losses"]) == 8
     assert ours["losses"][-1] < ours["losses"][0], "the model did not learn"
+    (tmp_path / "run-float8_current_scaling-0.json").unlink()
+    again = subprocess.run([*command, "--resume"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert len(re.findall(r"seed 0: as in .*run-", again.stdout)) == again.stdout.count("the first step") == 1
+    assert json.loads((tmp_path / "summary.json").read_text())["runs"][0] == reference
 
 
 def train_parallel(out: pathlib.Path, processes: int, steps: int) -> float:
