@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from te_dynamo.dialect.define import direct
-from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize, quantize_several
+from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize_several
 from te_dynamo.distributed.fp8_all_gather_shard import Asked, ShardedWeight, local_of
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.kernels.layouts.block import BLOCK
@@ -83,15 +82,12 @@ class GatheredWeight:
         quantizer = self.quantizer
         assert quantizer is not None
         self._asked = asked
-        if not quantizer.one_scale:
-            return [(shard, asked, direct(quantize, shard.plain.to(asked.dtype), quantizer))]
-        if self._known != self.state():
+        if quantizer.one_scale and self._known != self.state():
             self._reduce(mesh, shard.device)
-        assert self._amaxes_in is not None
         together = [self, *(w for w in self._amaxes if w is not self and self._cast_alike(w, shard))]
         shards = [shard, *(weight._shard() for weight in together[1:])]
-        amaxes = [self._amaxes_in(asked.dtype)[weight._place] for weight in together]
-        buffers = quantize_several([each.plain for each in shards], asked.dtype, quantizer, amaxes)
+        amaxes = [self._amaxes_in(asked.dtype)[weight._place] for weight in together] if self._amaxes_in else []
+        buffers = quantize_several([each.plain for each in shards], asked.dtype, quantizer.form(), amaxes)
         return list(zip(shards, [weight._asked for weight in together], buffers, strict=True))
 
     def _cast_alike(self, other: GatheredWeight, shard: ShardedWeight) -> bool:
@@ -100,7 +96,7 @@ class GatheredWeight:
             return False
         values = other._shard()
         alike = (values.dtype, values.device) == (shard.dtype, shard.device)
-        known = other._amaxes_in is self._amaxes_in and other._known == other.state()
+        known = other._amaxes_in is self._amaxes_in and (self._amaxes_in is None or other._known == other.state())
         return alike and known and not values.is_made(other._asked)
 
     def state(self) -> tuple[int, ...]:
