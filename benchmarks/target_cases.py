@@ -375,9 +375,9 @@ def _others() -> Iterator[tuple[str, Launch]]:
     }
     for (name, form), dtype in itertools.product(alone.items(), (BF16, torch.float32)):
         values = torch.empty(M, K, dtype=dtype, device="cuda")
-        scales = u8(M, K // 32) if isinstance(form, MXFP8Form) else f32(1)
+        buffers = f8(M, K), u8(M, K // 32) if isinstance(form, MXFP8Form) else f32(1)
         how = several.scaling_and_tile(form, K)
-        call = functools.partial(several.cast_several, table, 1, values, f8(M, K), scales, BF16, form, *how)
+        call = functools.partial(several.cast_several, table, 1, values, buffers, BF16, form, *how)
         yield f"several, {str(dtype).removeprefix('torch.')}{name}", call
     experts = bf16(GROUPS, N, K)
     yield "grouped", functools.partial(quantize.quantize_grouped, experts, GroupedForm(E4M3, True, True))

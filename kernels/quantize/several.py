@@ -33,8 +33,7 @@ def quantize_several_reference(
     xs: Sequence[torch.Tensor], dtype: torch.dtype, form: Form, amaxes: Sequence[torch.Tensor] = ()
 ) -> list[list[torch.Tensor]]:
     """`quantize_several` in plain PyTorch, on any device."""
-    beside = [(amax,) for amax in amaxes] or [()] * len(xs)
-    return [reference_of(x.to(dtype), form, *each) for x, each in zip(xs, beside, strict=True)]
+    return [reference_of(x.to(dtype), form, *amaxes[i : i + 1]) for i, x in enumerate(xs)]
 
 
 # --- kernel -------------------------------------------------------------------------------------------------
@@ -125,7 +124,7 @@ def quantize_several(
     filled = [[*row, *unused] for row in rows if row]
     table = torch.tensor(filled, dtype=torch.int64, pin_memory=xs[0].is_cuda).to(xs[0].device, non_blocking=True)
     if programs:
-        cast_several(table, programs, xs[0], *buffers[0], dtype, form, scaling, tile)
+        cast_several(table, programs, xs[0], buffers[0], dtype, form, scaling, tile)
     return buffers
 
 
@@ -133,8 +132,7 @@ def cast_several(
     table: torch.Tensor,
     programs: int,
     x_like: torch.Tensor,
-    codes_like: torch.Tensor,
-    scale_like: torch.Tensor,
+    buffers_like: Sequence[torch.Tensor],
     dtype: torch.dtype,
     form: Form,
     scaling: str,
@@ -147,8 +145,8 @@ def cast_several(
         (programs,),
         table=table,
         x_like=x_like,
-        codes_like=codes_like,
-        scale_like=scale_like,
+        codes_like=buffers_like[0],
+        scale_like=buffers_like[1],
         COUNT=table.shape[1],
         DTYPE=getattr(tl, str(dtype).removeprefix("torch.")),
         **{"EPS": 0.0, "POWER_OF_TWO": True, **form.constants(), "SCALING": scaling},
