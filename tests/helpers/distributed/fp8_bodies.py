@@ -411,10 +411,9 @@ def in_any_order(rank: int, seed: int, recipe: str | Recipe) -> list[int]:
     whole weight quantized as it is then."""
     order = random.Random(seed)
     linears = nn.Sequential(*(nn.Linear(32, 256, bias=False) for _ in range(4))).to(device())
-    fp8_all_gather(linears, options={"recipe": recipe})
+    fp8_all_gather(linears, options={"recipe": recipe, "rules": [("2", "float8_block_scaling")]})
     for i, linear in enumerate(linears):  # one group has another dtype, and is cast by itself
         fully_shard(linear, mesh=mesh(), mp_policy=MixedPrecisionPolicy(torch.float16 if i == 3 else torch.bfloat16))
-    quantizer = as_recipe(recipe).weight_quantizer().with_usage(True, False)
     with _counted(fp8_all_gather_weight, "quantize_several") as casts:
         for _ in range(60):
             linear = order.choice(linears)
@@ -425,7 +424,9 @@ def in_any_order(rank: int, seed: int, recipe: str | Recipe) -> list[int]:
             whole = linear.weight.full_tensor()
             linear.unshard()
             codes, scale_inv = linear.weight.buffers()
-            wanted = quantizer.quantize(getattr(whole, "plain", whole).to(linear.weight.dtype)).buffers()
+            wanted = (
+                WEIGHTS[linear].quantizer.quantize(getattr(whole, "plain", whole).to(linear.weight.dtype)).buffers()
+            )
             assert torch.equal(codes.view(torch.uint8), wanted[0].view(torch.uint8)) and torch.equal(
                 scale_inv, wanted[1]
             )
