@@ -31,6 +31,7 @@ from te_dynamo.kernels.gemm.tiles import (
     specialized_tile,
 )
 from te_dynamo.kernels.layouts.block import BlockForm, scale_shape
+from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
 from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
 from te_dynamo.kernels.layouts.row import GroupedRowForm, RowForm
@@ -363,13 +364,21 @@ def _others() -> Iterator[tuple[str, Launch]]:
         for size in (32, 128):
             call = functools.partial(mxfp8.quantize_mxfp8, tokens, MXFP8Form(E4M3, False, True, size), offs=offs)
             yield f"{name}, MXFP8 {size}", call
-    table = torch.empty(5, 2, dtype=torch.int64, device="cuda")
-    for dtype in (BF16, torch.float32):
+    table = torch.empty(7, 2, dtype=torch.int64, device="cuda")
+    alone: dict[str, Form] = {
+        "": TensorForm(E4M3, True, False),
+        ", by rows": RowForm(E4M3, True, False),
+        ", 128x128": BlockForm(E4M3, True, False, True),
+        ", 128x128 of any scale": BlockForm(E4M3, True, False, True, False),
+        ", MXFP8 32x32": MXFP8Form(E4M3, True, False, 32, two_d=True),
+        ", MXFP8 128x128": MXFP8Form(E4M3, True, False, 128, two_d=True),
+    }
+    for (name, form), dtype in itertools.product(alone.items(), (BF16, torch.float32)):
         values = torch.empty(M, K, dtype=dtype, device="cuda")
-        call = functools.partial(
-            several.cast_several, table, 1, values, f8(M, K), f32(2, 4), BF16, TensorForm(E4M3, True, False), True
-        )
-        yield f"several, {str(dtype).removeprefix('torch.')}", call
+        buffers = f8(M, K), u8(M, K // 32) if isinstance(form, MXFP8Form) else f32(1)
+        how = several.scaling_and_tile(form, K)
+        call = functools.partial(several.cast_several, table, 1, values, buffers, BF16, form, *how)
+        yield f"several, {str(dtype).removeprefix('torch.')}{name}", call
     experts = bf16(GROUPS, N, K)
     yield "grouped", functools.partial(quantize.quantize_grouped, experts, GroupedForm(E4M3, True, True))
     yield "grouped, by rows", functools.partial(quantize_grouped_rows, experts, GroupedRowForm(E4M3, True, True))

@@ -30,7 +30,7 @@ from te_dynamo.kernels.runtime.writes import writes
 from te_dynamo.kernels.tiles.fp8 import (
     FLOAT32_MAX,
     abs_bits,
-    load_tile,
+    load_values,
     saturating_cast,
     scale_from_amax,
     store_tile,
@@ -88,40 +88,43 @@ def quantize_rows_kernel(
         x += group * M * K
         data += group * K * ((M + 15) // 16 * 16)
         scale_inv += group * K
-    quantize_rows(x, data, scale_inv, M, K, FMAX, EPS, POWER_OF_TWO, TURNED, BLOCK_M, BLOCK_K)
+    row = tl.program_id(0) * BLOCK_M
+    quantize_rows(x, data, scale_inv, row, M, K, FMAX, EPS, POWER_OF_TWO, TURNED, BLOCK_M, BLOCK_K, x.dtype.element_ty)
 
 
 @triton.jit
 def quantize_rows(
-    x, data, scale_inv, M, K,
+    x, data, scale_inv, row, M, K,
     FMAX: tl.constexpr, EPS: tl.constexpr, POWER_OF_TWO: tl.constexpr, TURNED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """What one program of `quantize_rows_kernel` does."""
-    row = tl.program_id(0) * BLOCK_M
+    """What one program of `quantize_rows_kernel` does, from `row` on, of x rounded to DTYPE."""
     rows = K if TURNED else M
     width = (M + 15) // 16 * 16 if TURNED else K
     bits = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
     for column in tl.range(0, width, BLOCK_K):
-        bits = tl.maximum(bits, abs_bits(load_rows(x, row, column, M, K, TURNED, BLOCK_M, BLOCK_K)))
+        bits = tl.maximum(bits, abs_bits(load_rows(x, row, column, M, K, TURNED, BLOCK_M, BLOCK_K, DTYPE)))
     amax = tl.max(bits, axis=1).to(tl.float32, bitcast=True)
     scale = scale_from_amax(amax, FMAX, EPS, POWER_OF_TWO, FLOAT32_MAX)
     inverse = tl.div_rn(tl.full((BLOCK_M,), 1.0, tl.float32), scale)
     places = row + tl.arange(0, BLOCK_M)
     tl.store(scale_inv + places, inverse, mask=places < rows)
     for column in tl.range(0, width, BLOCK_K):
-        value = load_rows(x, row, column, M, K, TURNED, BLOCK_M, BLOCK_K)
+        value = load_rows(x, row, column, M, K, TURNED, BLOCK_M, BLOCK_K, DTYPE)
         codes = saturating_cast(value, scale[:, None], data.dtype.element_ty)
         store_tile(data, codes, row, column, rows, width, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
-def load_rows(x, row, column, M, K, TURNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A tile [BLOCK_M, BLOCK_K] of x [M, K], or for TURNED of x^T, in fp32, zero outside."""
+def load_rows(
+    x, row, column, M, K, TURNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr
+):
+    """A tile [BLOCK_M, BLOCK_K] of x [M, K], or for TURNED of x^T, rounded to DTYPE, in fp32, zero outside."""
     if TURNED:
-        return tl.trans(load_tile(x, tl.cast(column, tl.int64), row, K, M, K, BLOCK_K, BLOCK_M))
+        value = load_values(x, tl.cast(column, tl.int64), row, K, M, K, BLOCK_K, BLOCK_M)
+        return tl.trans(value.to(DTYPE).to(tl.float32))
     else:
-        return load_tile(x, row, column, K, M, K, BLOCK_M, BLOCK_K)
+        return load_values(x, row, column, K, M, K, BLOCK_M, BLOCK_K).to(DTYPE).to(tl.float32)
 
 
 # --- launcher -----------------------------------------------------------------------------------------------

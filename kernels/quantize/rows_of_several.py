@@ -143,8 +143,8 @@ def quantize_stacked_rows_kernel(
     M = other if TURNED else side
     K = side if TURNED else other
     quantize_rows(
-        *(x, data + tl.cast(first, tl.int64) * width, scale_inv + first, M, K),
-        *(FMAX, EPS, POWER_OF_TWO, TURNED, BLOCK_M, BLOCK_K),
+        *(x, data + tl.cast(first, tl.int64) * width, scale_inv + first, tl.program_id(0) * BLOCK_M, M, K),
+        *(FMAX, EPS, POWER_OF_TWO, TURNED, BLOCK_M, BLOCK_K, x.dtype.element_ty),
     )
 
 

@@ -89,10 +89,8 @@ def quantize_with_amax(x: torch.Tensor, quantizer: Quantizer, amax: torch.Tensor
     return quantized(x, quantizer)
 
 
-quantize_several = kernel_or_reference(
-    takes_quantizer(several.quantize_several, True), takes_quantizer(several.quantize_several_reference, True)
-)
-"""(tensors, dtype, quantizer, amaxes) -> te.quantize_with_amax of each tensor in that dtype. No operation: no graph holds it."""
+quantize_several = kernel_or_reference(several.quantize_several, several.quantize_several_reference)
+"""(tensors, dtype, form[, amaxes]) -> te.quantize of each tensor in that dtype, with amaxes te.quantize_with_amax. No operation: no graph holds it."""
 
 
 @te_op(reference=amax_by_rows)

@@ -46,7 +46,7 @@ def fp8_all_gather(model: nn.Module, *, options: Mapping[str, Any] | None = None
     parsed = Options.parse(options).in_model(model)
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     trains = any(parameter.requires_grad for parameter in model.parameters())
-    amaxes: list[GatheredWeight] = []
+    weights: list[GatheredWeight] = []
     travels: dict[str, str] = {}
     for path, module in model.named_modules():
         parameter = module._parameters.get("weight")
@@ -56,12 +56,12 @@ def fp8_all_gather(model: nn.Module, *, options: Mapping[str, Any] | None = None
         shared = owners[id(parameter)] > 1
         reason = _reason(parameter, shared, recipe, trains) if recipe is not None else why
         quantizer = None if recipe is None else recipe.weight_quantizer().with_usage(True, False)
-        weight = GatheredWeight(module, f"{path}.weight".removeprefix("."), quantizer, amaxes, reason)
+        weight = GatheredWeight(module, f"{path}.weight".removeprefix("."), quantizer, weights, reason)
         travels[f"fp8_all_gather of {weight.name}"] = (
             f"left in {parameter.dtype}" if quantizer is None or reason else quantizer.describe()
         )
         if not reason:
-            amaxes.append(weight)
+            weights.append(weight)
             _wrap(module, weight)
     assert_same_where_checked(travels)
     return model

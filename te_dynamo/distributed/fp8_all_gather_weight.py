@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from te_dynamo.dialect.define import direct
-from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize, quantize_several
+from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize_several
 from te_dynamo.distributed.fp8_all_gather_shard import Asked, ShardedWeight, local_of
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.kernels.layouts.block import BLOCK
@@ -32,14 +31,14 @@ class GatheredWeight:
 
     module:    the linear. name: the weight's path. quantizer: how it travels, rows alone; None without a recipe.
     reason:    why it travels in the model's precision; "" while it travels in FP8.
-    amaxes:    the weights that share an all-reduce, in the order of the model; of one scale a tensor.
+    weights:   of the model, in its order: those that may share a cast, and of one scale a tensor an all-reduce.
     """
 
     def __init__(
-        self, module: nn.Module, name: str, quantizer: Quantizer | None, amaxes: list[GatheredWeight], reason: str = ""
+        self, module: nn.Module, name: str, quantizer: Quantizer | None, weights: list[GatheredWeight], reason: str = ""
     ) -> None:
         self.name, self.quantizer, self.reason = name, quantizer, reason
-        self._module, self._amaxes = weakref.ref(module), amaxes
+        self._module, self._weights = weakref.ref(module), weights
         self._sharded: Any = None
         self._asked: Any = None  # in the last gather, an Asked
         self._amaxes_in: Callable[[torch.dtype], tuple[torch.Tensor, ...]] | None = None  # fp32 [1] each, by dtype
@@ -76,22 +75,19 @@ class GatheredWeight:
         self, shard: ShardedWeight, asked: Asked, mesh: Any
     ) -> list[tuple[ShardedWeight, Asked, list[torch.Tensor]]]:
         """(a shard, how it is asked for, its [codes, scale_inv]): this one, and those that were gathered like it before and have no codes
-        of their values now. One launch casts all: seven of a layer, one by one, take the CPU longer than FSDP2's own work.
+        of their values now. One launch casts all, in every format: seven of a layer, one by one, take the CPU longer than FSDP2's own work.
 
         Collective, where an amax is not known.
         """
         quantizer = self.quantizer
         assert quantizer is not None
         self._asked = asked
-        if not quantizer.one_scale:
-            return [(shard, asked, direct(quantize, shard.plain.to(asked.dtype), quantizer))]
-        if self._known != self.state():
+        if quantizer.one_scale and self._known != self.state():
             self._reduce(mesh, shard.device)
-        assert self._amaxes_in is not None
-        together = [self, *(w for w in self._amaxes if w is not self and self._cast_alike(w, shard))]
+        together = [self, *(w for w in self._weights if w is not self and self._cast_alike(w, shard))]
         shards = [shard, *(weight._shard() for weight in together[1:])]
-        amaxes = [self._amaxes_in(asked.dtype)[weight._place] for weight in together]
-        buffers = quantize_several([each.plain for each in shards], asked.dtype, quantizer, amaxes)
+        amaxes = [self._amaxes_in(asked.dtype)[weight._place] for weight in together] if self._amaxes_in else []
+        buffers = quantize_several([each.plain for each in shards], asked.dtype, quantizer.form(), amaxes)
         return list(zip(shards, [weight._asked for weight in together], buffers, strict=True))
 
     def _cast_alike(self, other: GatheredWeight, shard: ShardedWeight) -> bool:
@@ -100,7 +96,7 @@ class GatheredWeight:
             return False
         values = other._shard()
         alike = (values.dtype, values.device) == (shard.dtype, shard.device)
-        known = other._amaxes_in is self._amaxes_in and other._known == other.state()
+        known = not self._amaxes_in or (other._amaxes_in is self._amaxes_in and other._known == other.state())
         return alike and known and not values.is_made(other._asked)
 
     def state(self) -> tuple[int, ...]:
@@ -112,12 +108,13 @@ class GatheredWeight:
     def _reduce(self, mesh: Any, device: torch.device) -> None:
         """Makes the amaxes of all weights on this one's mesh known."""
         own_mesh = self._parameter().device_mesh
-        these = [w for w in self._amaxes if not w.reason and getattr(w._parameter(), "device_mesh", None) == own_mesh]
+        scaled = [w for w in self._weights if w.quantizer and w.quantizer.one_scale and not w.reason]
+        these = [w for w in scaled if getattr(w._parameter(), "device_mesh", None) == own_mesh]
         shards = [weight._shard() for weight in these]
         full = [shard.plain for shard in shards if shard.numel()]
         found = iter(largest_magnitudes(full, torch.inf) if full else ())
-        own = [next(found) if shard.numel() else shard.plain.new_zeros(()) for shard in shards]
-        amaxes = torch.stack(own).to(device, torch.float32)
+        largest = [next(found) if shard.numel() else shard.plain.new_zeros(()) for shard in shards]
+        amaxes = torch.stack(largest).to(device, torch.float32)
         amaxes = amaxes.nan_to_num(nan=torch.inf)  # a NaN may get lost in MAX; both make the scale 1
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=mesh.get_group())
         # Rounding keeps the order of values, so that these are the amaxes of what was rounded.

@@ -95,9 +95,10 @@ def test_bits_of_shards_of_parts(four_ranks: Ranks, recipe: str) -> None:
     assert four_ranks.run(fp8_bodies.tensor_bits, recipe) == [left] * 2 * SIZE
 
 
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCKS, pytest.param(SQUARES, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_bits_after_writes_and_gathers_in_any_order(ranks: Ranks, seed: int) -> None:
-    first, second = ranks.run(fp8_bodies.in_any_order, seed)
+def test_bits_after_writes_and_gathers_in_any_order(ranks: Ranks, seed: int, recipe: str | MXFP8BlockScaling) -> None:
+    first, second = ranks.run(fp8_bodies.in_any_order, seed, recipe)
     assert first == second and max(first) > 1
 
 
@@ -107,11 +108,10 @@ def test_no_scale_is_stale(ranks: Ranks) -> None:
         assert by_scale == pytest.approx(of_values) and len(set(of_values)) == len(one)
 
 
-@pytest.mark.parametrize(("recipe", "casts"), [(CURRENT, [3]), (BLOCKS, [1, 1, 1])])
-def test_a_step_casts_each_weight_once(ranks: Ranks, recipe: str, casts: list[int]) -> None:
-    """With one scale a tensor all at once, as their amaxes are found. Backward gathers forward's codes; no gather asks a subclass's Python
-    dispatch anything."""
-    step = {"amaxes": casts if recipe == CURRENT else [], "casts": casts, "dispatches": 0}
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCKS, SQUARES, SQUARES_128])
+def test_a_step_casts_all_weights_at_once(ranks: Ranks, recipe: str | MXFP8BlockScaling) -> None:
+    """As their amaxes are found. Backward gathers forward's codes; no gather asks a subclass's Python dispatch anything."""
+    step = {"amaxes": [3] if recipe == CURRENT else [], "casts": [3], "dispatches": 0}
     assert ranks.run(fp8_bodies.work, recipe) == [[step, {"amaxes": [], "casts": [], "dispatches": 0}, step]] * SIZE
 
 

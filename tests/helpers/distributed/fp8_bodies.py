@@ -266,14 +266,13 @@ def work(rank: int, recipe: str | Recipe) -> list[dict[str, Any]]:
             for weight in linears.parameters() if write else ():
                 weight.mul_(2)
         with (
-            _counted(fp8_all_gather_weight, "direct") as alone,
-            _counted(fp8_all_gather_weight, "quantize_several") as several,
+            _counted(fp8_all_gather_weight, "quantize_several") as launches,
             _counted(fp8_all_gather_weight, "largest_magnitudes") as amaxes,
             _counted(ShardedWeight, "__torch_dispatch__") as of_shards,
             _counted(te_dynamo.QuantizedTensor, "__torch_dispatch__") as of_gathered,
         ):
             linears.unshard()
-        casts = [1] * alone.call_count + [len(call.args[0]) for call in several.call_args_list]
+        casts = [len(call.args[0]) for call in launches.call_args_list]
         found = [len(call.args[0]) for call in amaxes.call_args_list]
         told.append({"amaxes": found, "casts": casts, "dispatches": of_shards.call_count + of_gathered.call_count})
     return told
@@ -407,15 +406,14 @@ def stale(rank: int) -> list[tuple[float, float]]:
     return scales
 
 
-def in_any_order(rank: int, seed: int) -> list[int]:
+def in_any_order(rank: int, seed: int, recipe: str | Recipe) -> list[int]:
     """How many weights each cast is of, where weights are written to and gathered in an order that the seed gives. Whatever is gathered is the
     whole weight quantized as it is then."""
     order = random.Random(seed)
-    linears = nn.Sequential(*(nn.Linear(32, 48, bias=False) for _ in range(4))).to(device())
-    fp8_all_gather(linears)
+    linears = nn.Sequential(*(nn.Linear(32, 256, bias=False) for _ in range(4))).to(device())
+    fp8_all_gather(linears, options={"recipe": recipe, "rules": [("2", "float8_block_scaling")]})
     for i, linear in enumerate(linears):  # one group has another dtype, and is cast by itself
         fully_shard(linear, mesh=mesh(), mp_policy=MixedPrecisionPolicy(torch.float16 if i == 3 else torch.bfloat16))
-    quantizer = te_dynamo.recipe.by_name("float8_current_scaling").weight_quantizer().with_usage(True, False)
     with _counted(fp8_all_gather_weight, "quantize_several") as casts:
         for _ in range(60):
             linear = order.choice(linears)
@@ -426,7 +424,9 @@ def in_any_order(rank: int, seed: int) -> list[int]:
             whole = linear.weight.full_tensor()
             linear.unshard()
             codes, scale_inv = linear.weight.buffers()
-            wanted = quantizer.quantize(getattr(whole, "plain", whole).to(linear.weight.dtype)).buffers()
+            wanted = (
+                WEIGHTS[linear].quantizer.quantize(getattr(whole, "plain", whole).to(linear.weight.dtype)).buffers()
+            )
             assert torch.equal(codes.view(torch.uint8), wanted[0].view(torch.uint8)) and torch.equal(
                 scale_inv, wanted[1]
             )
