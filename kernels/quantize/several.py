@@ -15,6 +15,7 @@ from te_dynamo.kernels.layouts.block import BlockForm
 from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.mxfp8 import MXFP8Form
 from te_dynamo.kernels.layouts.row import RowForm
+from te_dynamo.kernels.layouts.sizes import blocks_of
 from te_dynamo.kernels.quantize.block_kernels import quantize_block_tile
 from te_dynamo.kernels.quantize.current import Tile
 from te_dynamo.kernels.quantize.float8_rowwise import quantize_rows, rows_tile
@@ -106,7 +107,7 @@ def quantize_several(
     xs: Sequence[torch.Tensor], dtype: torch.dtype, form: Form, amaxes: Sequence[torch.Tensor] = ()
 ) -> list[list[torch.Tensor]]:
     """[data [M, K], scale_inv] of each of xs [M, K], as of x.to(dtype). amaxes: fp32 [1] of each, for one scale a tensor. xs have one dtype and
-    one device, K is a multiple of 16.
+    one device; each K is a multiple of 16.
 
     form: rows alone; of MXFP8 in 2D, not swizzled. Not for graphs: the addresses are those of this call.
     """
@@ -171,8 +172,8 @@ def scaling_and_tile(form: Form, columns: int) -> tuple[str, Tile]:
 
 def _programs(scaling: str, tile: Tile, rows: int, columns: int) -> int:
     if scaling == "tensor":  # one at least, for the scale
-        return max(triton.cdiv(rows * columns, SPAN), 1)
+        return max(blocks_of(rows * columns, SPAN), 1)
     if scaling == "row":
-        return triton.cdiv(rows, tile[0])
+        return blocks_of(rows, tile[0])
     # Scales of blocks are padded to 128 rows and 128 columns of values.
-    return triton.cdiv(rows, 128) * (128 // tile[0]) * triton.cdiv(columns, 128)
+    return blocks_of(rows, 128) * (128 // tile[0]) * blocks_of(columns, 128)

@@ -59,6 +59,20 @@ def test_explain_names_the_form() -> None:
     assert "weight as stored: fp8 (block)" in str(explained)
 
 
+def test_the_estimate_of_a_stored_weight_is_that_of_a_frozen_one(tmp_path: Path) -> None:
+    options = {"recipe": "float8_rowwise"}
+    models = [
+        nn.Sequential(nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16)).eval().requires_grad_(False)
+        for _ in "ab"
+    ]
+    te_dynamo.save_checkpoint(models[0], tmp_path, form="compressed-tensors", **options)
+    te_dynamo.load_checkpoint(models[0], tmp_path)
+    te_dynamo.freeze(models[1])
+    x = torch.randn(64, 2048, dtype=torch.bfloat16)
+    stored, frozen = (te_dynamo.explain(model, x, device="h200", options=options) for model in models)
+    assert stored.linears[0].stored and stored.estimated_ms and stored.estimated_ms == frozen.estimated_ms
+
+
 def test_static_scales_of_activations_are_said_not_to_be_used() -> None:
     file = FILES["ct tensor"]
     model = te_dynamo.load_quantized(net(), file.tensors()[0], file.config)

@@ -333,6 +333,7 @@ def _costs(node: fx.Node, product: Product, recipe: Recipe) -> dict[str, Any]:
     x, weight = product.x, product.weight
     m, n, k = map(hint, product.sizes)
     missing, inner = padding(n, recipe.alignment), padding(k, recipe.alignment)
+    kept = is_kept(weight) or (quantized_of(weight) is not None and not tensor_of(weight).requires_grad)
     return {
         "m": m,
         "n": n + missing,
@@ -342,7 +343,7 @@ def _costs(node: fx.Node, product: Product, recipe: Recipe) -> dict[str, Any]:
         "rates": rates_of(tensor_of(node).device),
         "weight_readers": len(weight.users),
         "x_readers": readers_of(x),
-        "kept": is_kept(weight) and not missing and not inner,
+        "kept": kept and not missing and not inner,
         "dtype": tensor_of(node).dtype,
     }
 
