@@ -80,6 +80,9 @@ TABLES = {
     "cpu_time_rows": Table("cpu_time"),
     "cpu_time_calls": Table("cpu_time_calls"),
     "train_models": Table("train_models", ("block",), "provider", ("step_ms", "speedup")),
+    "train_low_memory": Table(
+        "train_low_memory", ("block",), "provider", ("step_ms", "speedup", "peak_mib", "peak_ratio")
+    ),
     "train_fused_producers": Table("train_fused_producers", ("block",), "provider", ("step_ms", "speedup")),
     **{
         f"{run}{ending}": Table(run, ("layout", "tokens"), "provider", cells)

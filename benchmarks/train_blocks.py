@@ -100,7 +100,10 @@ PROVIDERS: dict[str, Callable[[nn.Module], Callable]] = {
     "te block": te("Float8BlockScaling"),
     "te MXFP8/128": te("MXFP8BlockScaling", scale_block=128),
     "te rowwise": te("Float8RowwiseScaling"),
-    # What is off by default.
+    # What is not the default.
+    "te block without low_memory": te("Float8BlockScaling", low_memory=False),
+    "te MXFP8/128 without low_memory": te("MXFP8BlockScaling", low_memory=False, scale_block=128),
+    "te rowwise without low_memory": te("Float8RowwiseScaling", low_memory=False),
     "te powers of two": te(power_of_two_scales=True),
     "te one pass": te(power_of_two_scales=True, one_pass=True),
     "te MXFP8/128 2-D": te("MXFP8BlockScaling", scale_block=128, weight_block_dims=2),

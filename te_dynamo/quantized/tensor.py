@@ -52,6 +52,9 @@ class QuantizedTensor(torch.Tensor):
             cls, shape, dtype=dtype, device=storage.device, requires_grad=requires_grad
         )
         self.quantizer = quantizer
+        self._names = quantizer.buffer_names()
+        # A call of a compiled function asks each weight twice; to make them took 6 us each time.
+        self._flat = [f"_{name}" for name in self._names], {"dtype": dtype, "quantizer": quantizer}
         for name, buffer in storage.named_buffers().items():
             setattr(self, f"_{name}", buffer)
         return self
@@ -83,12 +86,15 @@ class QuantizedTensor(torch.Tensor):
 
         Raises UnsupportedError if a view of the tensor was written. Every use asks, so every compilation too.
         """
+        self._check_version()
+        return {name: getattr(self, f"_{name}") for name in self._names}
+
+    def _check_version(self) -> None:
         if not self.is_inference() and self._version:
             raise UnsupportedError(
                 f"a view of {self!r} was written, as in q[0].add_(1): views hold a copy of the values, and the write is lost. "
                 "Compute with dequantize() and quantize the result"
             )
-        return {name: getattr(self, f"_{name}") for name in self.quantizer.buffer_names()}
 
     def to_storage(self) -> QuantizedTensorStorage:
         """The storage over the same buffers."""
@@ -114,7 +120,8 @@ class QuantizedTensor(torch.Tensor):
     # What the compiler asks of a tensor made of tensors.
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        return [f"_{name}" for name in self.named_buffers()], {"dtype": self.dtype, "quantizer": self.quantizer}
+        self._check_version()
+        return self._flat
 
     @staticmethod
     def __tensor_unflatten__(
