@@ -84,6 +84,8 @@ class Report:
     slower_than_cublaslt: list[str] = dataclasses.field(default_factory=list)
     """"M x N x K" of products that would take cuBLASLt less time, as was measured on an H200"""
     notes: list[str] = dataclasses.field(default_factory=list)
+    slow_gather: str = ""
+    """why the graph would be faster without `fp8_all_gather`"""
 
 
 _NUMBER = re.compile(r"(?<!\w)'[^']*'|(?<![\w.:/])(\d+(?:\.\d+)?)(?![\w/]|\.\w)")

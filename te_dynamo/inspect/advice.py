@@ -135,6 +135,8 @@ def _advice(model: nn.Module | None, known: _Model, whole: bool, options: Option
             f'weight_cache="step" keeps nothing of the {len(matched)} linears of this graph: only weights that are plain nn.Parameters are '
             "kept, none of FSDP's, no DTensors, and none that the graph itself writes; they are quantized in each call"
         )
+    if report.slow_gather:
+        yield report.slow_gather
     if options.regather and matched and report.gathered_again == 0:
         yield (
             f"regather=True gathers nothing again for the {len(matched)} linears of this graph: only the inputs of sequence-parallel linears "

@@ -37,6 +37,8 @@ class QuantizedTensor(torch.Tensor):
     """
 
     quantizer: Quantizer
+    _names: list[str]
+    _flat: tuple[list[str], dict[str, Any]]
 
     @staticmethod
     def __new__(

@@ -14,6 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import te_dynamo
 from te_dynamo.errors import CoverageError, InvalidOptionError
 from te_dynamo.options import Options
+from te_dynamo.passes.torch_ir.match import cpu_bound
 
 EAGER = {"codegen": "eager"}
 
@@ -156,6 +157,16 @@ def test_linears_that_another_package_quantizes(package: str) -> None:
     model = nn.Sequential(linear(32, 32), nn.Linear(32, 32), linear(32, 32))
     (text,) = run(model)
     assert text.startswith(f"linears of {package} are in the model (2, '0' first)")
+
+
+@pytest.mark.cost_rule
+def test_a_gather_in_fp8_that_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_bound, "_cpu_bound_reason", lambda *_: ("the graph is CPU-bound", 2))
+    (text,) = run(mlp(), rules=[("", "float8_current_scaling")])
+    assert text == (
+        "the graph is CPU-bound. 2 of its weights travel in FP8, and their linear layers run in FP8: without fp8_all_gather they would stay "
+        "in 16 bits"
+    )
 
 
 def test_a_cache_that_keeps_nothing() -> None:

@@ -105,10 +105,10 @@ def cpu_known(
     gm: fx.GraphModule, options: Options, recipe_for: RecipeFor, example_inputs: Sequence[Any], report: Report
 ) -> Iterator[None]:
     """Inside, a linear of `gm` whose weight is quantized in each call is left, with the reason, where the graph is CPU-bound. One whose weight
-    has travelled in FP8 is not: the report has a note then."""
+    has travelled in FP8 is not: the report says so then."""
     reason, travelling = _cpu_bound_reason(gm, options, recipe_for, example_inputs)
     if travelling:
-        report.notes.append(
+        report.slow_gather = (
             f"{reason}. {travelling} of its weights travel in FP8, and their linear layers run in FP8: without fp8_all_gather they would stay in "
             "16 bits"
         )
