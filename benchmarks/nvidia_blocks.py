@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from models import GatedMLP, GeluMLP, GroupedQueryAttention
 from torch import nn
 
+RMS_NORM = {"eps": 1e-5, "bias": False, "normalization": "RMSNorm"}
+"""Of a module that begins with one and has no biases."""
+
 
 class Residual(nn.Module):
     """x + module(x)."""
@@ -30,8 +33,7 @@ class Attention(nn.Module):
         super().__init__()
         width, self.head_width = block.o_proj.in_features, block.head_width
         self.widths = [projection.out_features for projection in (block.q_proj, block.k_proj, block.v_proj)]
-        rms_norm = {"eps": 1e-5, "bias": False, "normalization": "RMSNorm"}
-        self.qkv = library.LayerNormLinear(width, sum(self.widths), **rms_norm, **made)
+        self.qkv = library.LayerNormLinear(width, sum(self.widths), **RMS_NORM, **made)
         self.o = library.Linear(width, width, bias=False, **made)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,8 +68,7 @@ def converted(block: nn.Module, library: Any) -> nn.Module:
     module: nn.Module
     if type(block) is GatedMLP:
         sizes = block.down_proj.out_features, block.down_proj.in_features
-        rms_norm = {"eps": 1e-5, "bias": False, "normalization": "RMSNorm"}
-        module = library.LayerNormMLP(*sizes, activation="swiglu", **rms_norm, **made)
+        module = library.LayerNormMLP(*sizes, activation="swiglu", **RMS_NORM, **made)
     elif type(block) is GeluMLP:
         module = library.LayerNormMLP(block.fc1.in_features, block.fc1.out_features, activation="gelu", **made)
     elif type(block) is GroupedQueryAttention:

@@ -9,9 +9,12 @@ compiled first. Then they are timed in turn, round after round, so that clocks a
 the rounds' medians, p20 and p80 are percentiles of all samples, and `speedup` is bf16's time by the provider's.
 
 `te` adds up in fp32 in all three GEMMs, `te fast` in the tensor core's own accumulator. `te fast forward` does so in forward alone,
-as torchao's and Transformer Engine's recipes do. `TE` is Transformer Engine with its own modules of norms, linears and MLPs, and torch's
-attention; where it is installed, torch's attention leaves cuDNN for flash kernels, in every row. Errors are relative Frobenius norms against bf16's output, without the residual, and against its
-weight gradients. The peak counts weights, gradients, input, output and all that the step allocates.
+as torchao's and Transformer Engine's recipes do. Errors are relative Frobenius norms against bf16's output, without the residual, and
+against its weight gradients. The peak counts weights, gradients, input, output and all that the step allocates.
+
+`TE` is Transformer Engine with its own modules of norms, linears and MLPs, and torch's attention. It loads the system's cuDNN, with which
+torch's attention leaves cuDNN for flash kernels in every row, or fails. The folder of torch's own in LD_LIBRARY_PATH prevents both; the
+column `attention` shows what ran.
 
 The small MLP is bound by the CPU that launches its kernels.
 """

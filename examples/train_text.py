@@ -105,13 +105,10 @@ def train_all(
 ) -> list[Run]:
     """A run for each seed of `model`, just built with the first of them, through `compiled`, its compiled form."""
     runs: list[Run] = []
+    others = ("recipe", "seed", "seeds", "out", "resume")
+    settings = {key: str(value) for key, value in vars(args).items() if key not in others}
     for seed in range(args.seed, args.seed + args.seeds):
         path = args.out / f"run-{name}-{seed}.json"
-        settings = {
-            key: str(value)
-            for key, value in vars(args).items()
-            if key not in ("recipe", "seed", "seeds", "out", "resume")
-        }
         if args.resume and path.exists() and (ended := json.loads(path.read_text()))["settings"] == settings:
             runs.append(Run(**ended["run"]))
             print(f"{name}, seed {seed}: as in {path}", flush=True)

@@ -37,7 +37,6 @@ class QuantizedTensor(torch.Tensor):
     """
 
     quantizer: Quantizer
-    _names: list[str]
     _flat: tuple[list[str], dict[str, Any]]
 
     @staticmethod
@@ -54,9 +53,8 @@ class QuantizedTensor(torch.Tensor):
             cls, shape, dtype=dtype, device=storage.device, requires_grad=requires_grad
         )
         self.quantizer = quantizer
-        self._names = quantizer.buffer_names()
-        # A call of a compiled function asks each weight twice; to make them took 6 us each time.
-        self._flat = [f"_{name}" for name in self._names], {"dtype": dtype, "quantizer": quantizer}
+        # A call of a compiled function asks each weight twice for this; to make it took 6 us each time.
+        self._flat = [f"_{name}" for name in quantizer.buffer_names()], {"dtype": dtype, "quantizer": quantizer}
         for name, buffer in storage.named_buffers().items():
             setattr(self, f"_{name}", buffer)
         return self
@@ -89,7 +87,7 @@ class QuantizedTensor(torch.Tensor):
         Raises UnsupportedError if a view of the tensor was written. Every use asks, so every compilation too.
         """
         self._check_version()
-        return {name: getattr(self, f"_{name}") for name in self._names}
+        return {name.removeprefix("_"): getattr(self, name) for name in self._flat[0]}
 
     def _check_version(self) -> None:
         if not self.is_inference() and self._version:
