@@ -2,7 +2,8 @@
 
     python benchmarks/checkpoint.py                                       # 4 Llama-8B blocks, 1 to 4096 tokens
     python benchmarks/checkpoint.py --quick --device cpu                  # does it run?
-    python benchmarks/checkpoint.py --recipes float8_block_scaling --tokens 1,16 --providers bf16,te
+    python benchmarks/checkpoint.py --parts forward --recipes float8_block_scaling --tokens 1,16
+    python benchmarks/checkpoint.py --parts lora --providers te,dequantized
 
 `save_checkpoint` writes the bf16 model into a file in each recipe, `load_checkpoint` reads it, and backend "te" multiplies the file's codes.
 Providers are compiled for all numbers of tokens first, then timed in turn with a cold L2, beside the bf16 model on Inductor. Errors are
@@ -48,6 +49,7 @@ FORMS = {
 }
 LORA_RECIPE = "float8_block_scaling"
 RANK, ALPHA = 16, 32
+PARTS = ("forward", "lora")
 
 CASES = {
     "llama8b": Block("4 Llama-8B blocks", layers(4, lambda: llama_block(4096, 14336, 32, 8)), (1, 4096, 4096)),
@@ -243,19 +245,48 @@ def prepare_lora(
 def parse_args() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--case", default="llama8b", choices=CASES)
-    parser.add_argument("--recipes", default=",".join(FORMS), help="of: %(default)s")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of: %(default)s")
+    parser.add_argument("--recipes", default=",".join(FORMS), help="of a forward, of: %(default)s")
     parser.add_argument("--tokens", default="1,16,64,512,4096", help="of a forward")
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="of LoRA: %(default)s; bf16 always runs")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a tiny block, 1 and 16 tokens, one round")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    report.split_choices(parser, args, recipes=FORMS, providers=PROVIDERS)
+    report.split_choices(parser, args, parts=PARTS, recipes=FORMS, providers=PROVIDERS)
     args.providers = [REFERENCE] + [p for p in args.providers if p != REFERENCE]
     args.tokens = [int(count) for count in args.tokens.split(",")]
     if args.quick:
         args.case, args.tokens, args.rounds = "tiny", [1, 16], 1
     return args
+
+
+def forward(args: argparse.Namespace, facts: dict[str, str], case: Block, parent: pathlib.Path) -> None:
+    folders = {recipe.removeprefix("float8_"): saved(case.make(), parent, recipe) for recipe in args.recipes}
+    rows = inference.measure(
+        (case.name, case.make),
+        args.tokens,
+        [REFERENCE, *folders],
+        args.rounds,
+        args.device,
+        prepare=functools.partial(prepare, folders, args.tokens),
+    )
+    report.write(args.out, "checkpoint", facts, list(map(tokens_per_second, rows)), rounds=args.rounds)
+
+
+def lora(args: argparse.Namespace, facts: dict[str, str], case: Block, parent: pathlib.Path) -> None:
+    prepared = functools.partial(prepare_lora, saved(case.make(), parent, LORA_RECIPE))
+    found = train_blocks.measure_block(case, args.providers, args.rounds, args.device, prepared)
+    rows = [row if isinstance(row, LoraRow) else LoraRow(**vars(row)) for row in found]
+    report.write(args.out, "checkpoint", facts, rows, "checkpoint_lora", rounds=args.rounds)
+
+
+def saved(model: nn.Module, parent: pathlib.Path, recipe: str) -> pathlib.Path:
+    """The folder with the model in a recipe."""
+    folder = parent / recipe
+    if not folder.exists():
+        te_dynamo.save_checkpoint(model, folder, FORMS[recipe], recipe=recipe)
+    return folder
 
 
 def main() -> None:
@@ -269,27 +300,11 @@ def main() -> None:
         base = CASES[args.case].make().bfloat16().requires_grad_(False)
     case = dataclasses.replace(CASES[args.case], make=lambda: base)
     with tempfile.TemporaryDirectory() as parent:
-        folders = {recipe: pathlib.Path(parent, recipe) for recipe in dict.fromkeys((*args.recipes, LORA_RECIPE))}
-        for recipe, folder in folders.items():
-            te_dynamo.save_checkpoint(base, folder, FORMS[recipe], recipe=recipe)
-        files = {f"{FORMS[recipe]}, {recipe}": folders[recipe] for recipe in args.recipes}
-        forward = inference.measure(
-            (case.name, case.make),
-            args.tokens,
-            [REFERENCE, *files],
-            args.rounds,
-            args.device,
-            prepare=functools.partial(prepare, files, args.tokens),
-        )
-        report.write(args.out, "checkpoint", facts, list(map(tokens_per_second, forward)), rounds=args.rounds)
-        torch._dynamo.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
-        lora = train_blocks.measure_block(
-            case, args.providers, args.rounds, args.device, functools.partial(prepare_lora, folders[LORA_RECIPE])
-        )
-        rows = [row if isinstance(row, LoraRow) else LoraRow(**vars(row)) for row in lora]
-        report.write(args.out, "checkpoint", facts, rows, "checkpoint_lora", rounds=args.rounds)
+        for part in args.parts:
+            {"forward": forward, "lora": lora}[part](args, facts, case, pathlib.Path(parent))
+            torch._dynamo.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -281,6 +281,11 @@ def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
             sides = Operand(f8(rows, K), f32(rows), "row"), Operand(b, f32(N), "row")
             what = f"decode {'fast' if fast else 'slow'}, by rows, {rows} rows"
             yield what, _by(tile, Request(*sides, BF16, fast, bias), "decode")
+    for rows, two_d in itertools.product((1, 16, 64), (True, False)):
+        tile = choose(Product(rows, N, K, False, 2, scaling="1x128"), target).tile
+        scales = [f32(*scale_shape(count, K, square)) for count, square in ((rows, False), (N, two_d))]
+        sides = Operand(f8(rows, K), scales[0], "1x128"), Operand(b, scales[1], _blocks(two_d))
+        yield f"decode, 1x128 by {_blocks(two_d)}, {rows} rows", _by(tile, Request(*sides, BF16, bias=bias), "decode")
     for two_d, shift, dtype in itertools.product((True, False), (None, bias), (BF16, torch.float32)):
         scales = [f32(*scale_shape(rows, K, square)) for rows, square in ((M, False), (N, two_d))]
         sides = Operand(a, scales[0], "1x128"), Operand(b, scales[1], _blocks(two_d))

@@ -150,8 +150,8 @@ def export(
     model:          in eval mode; frozen, from `load_checkpoint`, or with weights in high precision, which are quantized here.
     args, kwargs:   example inputs of a call.
     path:           of the AOTInductor package (".pt2") to write, which torch._inductor.aoti_load_package loads; None writes none.
-    kernels:        of the package: torch's, or te_dynamo's in Triton, for GPUs as the one that is here: no GPU has run one of these yet,
-                    loading it ended the process. The program has torch's.
+    kernels:        of the package: torch's, or te_dynamo's in Triton, for GPUs as the one that is here: no GPU has run one of these yet.
+                    The program has torch's.
     dynamic_shapes: as for torch.export.export.
     recipe, rules:  as for te_dynamo.compile. What they leave, and what cannot be quantized, stays in the model's precision.
     inductor:       options of Inductor for the package.

@@ -332,7 +332,7 @@ def _decode_tile(p: Product, target: Target) -> DecodeTile | None:
 def can_decode(p: Product, target: Target) -> DecodeTile | None:
     """How the kernel for a few rows runs it, where it can and the weight is large enough."""
     few_rows = p.m_known and 0 < p.m <= FEW_ROWS and p.n * p.k >= _SMALLEST_DECODE_WEIGHT
-    if not target.has_wgmma or not few_rows or p.in_blocks or p.m_groups or p.k_groups:
+    if not target.has_wgmma or not few_rows or p.m_groups or p.k_groups or p.scaling not in ("tensor", "row", "1x128"):
         return None
     tile = choose_decode_tile(p.m, p.n, p.k, p.fast_accum, target)
     if p.stacking.along and (p.stacking.along != "N" or tile.split_k > 1):

@@ -2,7 +2,7 @@
 
     C[M, N] = round((B[N, K] @ A[M, K]^T)^T * (a_scale_inv * b_scale_inv[segment of n]) + bias[N])
 
-or of scales of rows by a_scale_inv[m], then by b_scale_inv[n], each product rounded.
+or of scales of rows by a_scale_inv[m], then by b_scale_inv[n], each product rounded; scales of blocks are applied to every 128 products.
 
 The weight has the tensor core's 64 rows and A its columns, of which there may be 16, so that little is loaded for rows that
 do not exist. One tile a program, several programs a multiprocessor: what is in flight, not what is computed, decides. Loads
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from te_dynamo.kernels.gemm.product import add_product, load_scales
 from te_dynamo.kernels.gemm.tiles import DecodeTile
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
@@ -45,7 +46,8 @@ def launch_decode(
     addend: torch.Tensor | None = None,
     scaling: str = "tensor",
 ) -> None:
-    """Writes C, or with parts of K the fp32 sums of each as c [SPLIT_K, M, N]. stacking: of B, along N. scaling: "tensor" or "row".
+    """Writes C, or with parts of K the fp32 sums of each as c [SPLIT_K, M, N]. stacking: of B, along N. scaling: a request's, A's rows or its
+    blocks of 1x128.
 
     partials: fp32, as many as there are programs or more, or None; their maximum becomes the amax of C, which is whole.
     addend:   None, or what is added to C, which is whole, once that is rounded; it may be c.
@@ -129,7 +131,7 @@ def gemm_decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """C, or with SPLIT_K > 1 the unscaled fp32 sums of each part of K as c [SPLIT_K, M, N]. EVEN: N and K fill whole tiles.
+    """C, or with SPLIT_K > 1 the fp32 sums of each part of K as c [SPLIT_K, M, N], scales of tensors and rows left out. EVEN: N and K fill whole tiles.
 
     PARTIALS: places for an amax of C, or 0. addend: None, or what is added to C once that is rounded; it may be c.
     """
@@ -139,6 +141,10 @@ def gemm_decode_kernel(
     rows = tl.arange(0, BLOCK_M)
     columns = column + tl.arange(0, BLOCK_N)
     wait_for_predecessor(EARLY)
+    IN_BLOCKS: tl.constexpr = SCALING != "tensor" and SCALING != "row"
+    B_TWO_D: tl.constexpr = SCALING == "1x128 128x128"
+    # Of the product with its operands exchanged.
+    EXCHANGED: tl.constexpr = "128x128 1x128" if B_TWO_D else SCALING if IN_BLOCKS else "tensor"
     if SCALING == "tensor":
         segment = (column >= EDGE_1).to(tl.int32) + (column >= EDGE_2).to(tl.int32)
         scale = tl.load(a_scale_inv) * tl.load(b_scale_inv + segment)
@@ -155,14 +161,16 @@ def gemm_decode_kernel(
             y = tl.load(
                 weight, mask=(columns < N)[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first"
             )
-        if FAST:
-            total = tl.dot(y, x.T, total)
-        else:
-            total += tl.dot(y, x.T)
+        x_scale, y_scale = None, None
+        if IN_BLOCKS:
+            at = part * blocks + block
+            x_scale = load_scales(a_scale_inv, 0, at, tl.cdiv(K, BLOCK_K), M, BLOCK_M, False)
+            y_scale = load_scales(b_scale_inv, column, at, tl.cdiv(K, BLOCK_K), N, BLOCK_N, B_TWO_D)
+        total = add_product(y, x, y_scale, x_scale, total, None, EXCHANGED, FAST)
     if SPLIT_K == 1:
         if SCALING == "tensor":
             total = libdevice.mul_rn(total, scale)
-        else:
+        elif SCALING == "row":
             total = libdevice.mul_rn(total, tl.load(a_scale_inv + rows, mask=rows < M, other=0.0)[None, :])
             total = libdevice.mul_rn(total, tl.load(b_scale_inv + columns, mask=columns < N, other=0.0)[:, None])
         if HAS_BIAS:

@@ -144,7 +144,7 @@ def gemm_stacked_with_tile(tile: Tile | DecodeTile, *args: Any) -> torch.Tensor:
     return with_tile(tile, dataclasses.replace(tensor_request(*plain, tile.fast), stacking=stacking))
 
 
-def gemm_block_with_tile(tile: Tile, *args: Any) -> torch.Tensor:
+def gemm_block_with_tile(tile: Tile | DecodeTile, *args: Any) -> torch.Tensor:
     return with_tile(tile, block_request(*args))
 
 

@@ -153,8 +153,8 @@ def test_block_scaling() -> None:
         """\
 up                    specialized slow 256x128x128 w12 s4 halves
 short                 usual       block 128x128x128 w4 s3 halves 2/sm k/2
-16 rows               usual       block 64x128x128 w4 s5
-in parts              usual       block 64x128x128 w4 s5 k/4""",
+16 rows               decode      16x64x128 s6
+in parts              decode      16x64x128 s8 k/4""",
     )
     assert_expected_inline(
         table(shapes(False, scaling="128x128")),

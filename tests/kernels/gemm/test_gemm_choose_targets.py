@@ -111,7 +111,7 @@ h200     large   blocks  block 128x128x128 w4 s3 halves 2/sm
 h200     large   groups  slow 128x128x128 w4 s3 halves 2/sm
 h200     16 rows fast    decode
 h200     16 rows slow    decode
-h200     16 rows blocks  block 64x128x128 w4 s5
+h200     16 rows blocks  decode
 h200     16 rows groups  slow 64x128x128 w4 s5
 b200     large   fast    fast 256x128x128 w8 s4
 b200     large   slow    fast 256x128x128 w8 s4
