@@ -90,7 +90,11 @@ class QuantizedTensor(torch.Tensor):
         return {name.removeprefix("_"): getattr(self, name) for name in self._flat[0]}
 
     def _check_version(self) -> None:
-        if not self.is_inference() and self._version:
+        try:
+            written = self._version
+        except RuntimeError:  # made in inference mode, and so without a counter: to ask before takes twice the time
+            return
+        if written:
             raise UnsupportedError(
                 f"a view of {self!r} was written, as in q[0].add_(1): views hold a copy of the values, and the write is lost. "
                 "Compute with dequantize() and quantize the result"

@@ -377,6 +377,19 @@ def test_another_quantizer_is_another_graph(backend: str) -> None:
         torch.testing.assert_close(compiled(held), held.dequantize())
 
 
+def test_guards_of_a_call_compare_no_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph with many weights is called often, and each comparison takes the CPU as long as a small kernel."""
+    weights = [Float8CurrentScalingQuantizer().quantize(torch.randn(16, 32)) for _ in range(3)]
+    compiled = torch.compile(lambda: sum(weight.dequantize().sum() for weight in weights), backend="eager")
+    expected, compared = compiled(), list[Quantizer]()
+    own = Quantizer.__eq__
+    monkeypatch.setattr(Quantizer, "__eq__", lambda one, other: compared.append(one) or own(one, other))
+    assert torch.equal(compiled(), expected) and not compared
+    weights[1] = Float8CurrentScalingQuantizer().quantize(weights[1].dequantize())  # equal, and not the same
+    compiled()
+    assert len(compared) == 1
+
+
 def test_compile_caches_tell_quantizers_apart() -> None:
     """torch's own key of a tensor subclass names an opaque constant's type only."""
     keys = [quantized(q)._stable_hash_for_caching() for q in QUANTIZERS]

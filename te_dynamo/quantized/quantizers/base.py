@@ -102,6 +102,10 @@ class Quantizer(metaclass=OpaqueMeta):
     def __hash__(self) -> int:
         return hash((type(self).__qualname__, self.value()))
 
+    def __deepcopy__(self, memo: Any) -> Quantizer:
+        """Itself, as of any value: guards hold a deep copy of each weight's quantizer, and compare the same object at once."""
+        return self
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         register_value_class(cls)
