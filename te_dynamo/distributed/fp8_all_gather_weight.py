@@ -102,7 +102,8 @@ class GatheredWeight:
     def state(self) -> tuple[int, ...]:
         """What a write to the values changes, by the parameter, its shard, a view of that or the plain tensor. Inductor's code raises the
         parameter's counter alone."""
-        parameter, shard = self._parameter(), self._shard()
+        parameter = self._parameter()
+        shard = local_of(parameter)
         return parameter._version, shard.base._version, shard.plain._version, shard.plain.data_ptr()
 
     def _reduce(self, mesh: Any, device: torch.device) -> None:
