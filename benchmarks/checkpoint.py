@@ -49,7 +49,6 @@ FORMS = {
 }
 LORA_RECIPE = "float8_block_scaling"
 RANK, ALPHA = 16, 32
-PARTS = ("forward", "lora")
 
 CASES = {
     "llama8b": Block("4 Llama-8B blocks", layers(4, lambda: llama_block(4096, 14336, 32, 8)), (1, 4096, 4096)),
@@ -281,6 +280,9 @@ def lora(args: argparse.Namespace, facts: dict[str, str], case: Block, parent: p
     report.write(args.out, "checkpoint", facts, rows, "checkpoint_lora", rounds=args.rounds)
 
 
+PARTS = {"forward": forward, "lora": lora}
+
+
 def saved(model: nn.Module, parent: pathlib.Path, recipe: str) -> pathlib.Path:
     """The folder with the model in a recipe."""
     folder = parent / recipe
@@ -301,7 +303,7 @@ def main() -> None:
     case = dataclasses.replace(CASES[args.case], make=lambda: base)
     with tempfile.TemporaryDirectory() as parent:
         for part in args.parts:
-            {"forward": forward, "lora": lora}[part](args, facts, case, pathlib.Path(parent))
+            PARTS[part](args, facts, case, pathlib.Path(parent))
             torch._dynamo.reset()
             gc.collect()
             torch.cuda.empty_cache()

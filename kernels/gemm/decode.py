@@ -46,8 +46,8 @@ def launch_decode(
     addend: torch.Tensor | None = None,
     scaling: str = "tensor",
 ) -> None:
-    """Writes C, or with parts of K the fp32 sums of each as c [SPLIT_K, M, N]. stacking: of B, along N. scaling: a request's, A's rows or its
-    blocks of 1x128.
+    """Writes C, or with parts of K the fp32 sums of each as c [SPLIT_K, M, N]. stacking: of B, along N. scaling: "tensor", "row", "1x128 128x128" or
+    "1x128 1x128".
 
     partials: fp32, as many as there are programs or more, or None; their maximum becomes the amax of C, which is whole.
     addend:   None, or what is added to C, which is whole, once that is rounded; it may be c.
@@ -141,10 +141,9 @@ def gemm_decode_kernel(
     rows = tl.arange(0, BLOCK_M)
     columns = column + tl.arange(0, BLOCK_N)
     wait_for_predecessor(EARLY)
-    IN_BLOCKS: tl.constexpr = SCALING != "tensor" and SCALING != "row"
     B_TWO_D: tl.constexpr = SCALING == "1x128 128x128"
-    # Of the product with its operands exchanged.
-    EXCHANGED: tl.constexpr = "128x128 1x128" if B_TWO_D else SCALING if IN_BLOCKS else "tensor"
+    # What each step of the sum scales by, with the operands exchanged; scales of rows come after it, as a tensor's do.
+    EXCHANGED: tl.constexpr = "128x128 1x128" if B_TWO_D else "tensor" if SCALING == "row" else SCALING
     if SCALING == "tensor":
         segment = (column >= EDGE_1).to(tl.int32) + (column >= EDGE_2).to(tl.int32)
         scale = tl.load(a_scale_inv) * tl.load(b_scale_inv + segment)
@@ -162,7 +161,7 @@ def gemm_decode_kernel(
                 weight, mask=(columns < N)[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first"
             )
         x_scale, y_scale = None, None
-        if IN_BLOCKS:
+        if EXCHANGED != "tensor":
             at = part * blocks + block
             x_scale = load_scales(a_scale_inv, 0, at, tl.cdiv(K, BLOCK_K), M, BLOCK_M, False)
             y_scale = load_scales(b_scale_inv, column, at, tl.cdiv(K, BLOCK_K), N, BLOCK_N, B_TWO_D)
