@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/train_parallel.py
     torchrun --nproc-per-node 4 benchmarks/train_parallel.py --models llama70b --tokens 2048 --name _2048
+    torchrun --nproc-per-node 2 benchmarks/train_parallel.py --tokens 2048 --graphs step
     torchrun --nproc-per-node 2 benchmarks/train_parallel.py --quick --device cpu          # does it run?
 
 A step is forward and backward of bf16 layers, each compiled by itself, on random normal inputs, and what a provider does of scales between
@@ -12,6 +13,9 @@ more step rank 0's profiler gives the ms in which the GPU computes, in which it 
 that alone, and in which it waits for the CPU (`idle ms`). `enqueue ms` is the time until the CPU has launched a step, begun with an idle
 GPU, the median of some of rank 0. FSDP2 gathers a layer's weights when the CPU has come to the layer; "a layer
 ahead" is its set_modules_to_forward_prefetch.
+
+--graphs: CUDA graphs of all providers, bf16's too: "layer", Inductor's of each layer's forward and backward; "step", one of the whole step,
+with the option replayed=True. The layout says so. A peak is then the memory that the allocator has for the provider, less the others'.
 
     te                  FP8 products; weights and activations travel in bf16
     te 16 SMs left      the same, with options={"sm_margin": 16}, which NCCL's kernels then have; 32 likewise
@@ -112,6 +116,7 @@ LAYOUTS = {
     "fsdp_tp": "FSDP2 x TP + SP",
 }
 TENSOR_RANKS = 2  # of FSDP2 x TP
+GRAPHS = {"": "", "layer": ", a CUDA graph of each layer's forward and backward", "step": ", one CUDA graph"}
 
 
 @dataclasses.dataclass
@@ -138,10 +143,10 @@ class Row:
 
 @dataclasses.dataclass
 class Provider:
-    """compile: of a layer. convert: what is done to the model at first. before_fsdp: before FSDP2 wraps it. between: two steps, what is done
+    """compile: of a layer, with more options. convert: what is done to the model at first. before_fsdp: before FSDP2 wraps it. between: two steps, what is done
     to the wrapped model. column, row, enter: the styles of tensor parallelism."""
 
-    compile: Callable[[nn.Module], Any]
+    compile: Callable[[nn.Module, dict[str, Any]], Any]
     convert: Callable[[nn.Module], Any] = lambda model: None
     before_fsdp: Callable[[nn.Module], Any] = lambda model: None
     between: Callable[[nn.Module], Any] = lambda model: None
@@ -154,13 +159,17 @@ def te(on_wire: bool, recipe: Any = "float8_current_scaling", **options: Any) ->
     options["recipe"] = recipe
     if not on_wire:
         options["fusions"] = ("-fuse_gather_quantize",)
-        return Provider(lambda layer: layer.compile(backend="te", options=options))
+        return Provider(lambda layer, more: layer.compile(backend="te", options=options | more))
     from te_dynamo.distributed import fp8_all_gather
 
     return Provider(
-        lambda layer: layer.compile(backend="te", options=options),
+        lambda layer, more: layer.compile(backend="te", options=options | more),
         before_fsdp=lambda model: fp8_all_gather(model, options={"recipe": recipe}),
     )
+
+
+def compile_by_inductor(layer: nn.Module, more: dict[str, Any]) -> None:
+    layer.compile(options={name: value for name, value in more.items() if name != "replayed"} or None)
 
 
 def torchao() -> Provider:
@@ -177,7 +186,7 @@ def torchao() -> Provider:
 
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     return Provider(
-        lambda layer: layer.compile(),
+        compile_by_inductor,
         convert=lambda model: convert_to_float8_training(model, config=config),
         between=precompute_float8_dynamic_scale_for_fsdp,
         column=Float8ColwiseParallel,
@@ -187,7 +196,7 @@ def torchao() -> Provider:
 
 
 PROVIDERS: dict[str, Callable[[], Provider]] = {
-    "bf16": lambda: Provider(lambda layer: layer.compile()),
+    "bf16": lambda: Provider(compile_by_inductor),
     "te": lambda: te(on_wire=False),
     "te 16 SMs left": lambda: te(on_wire=False, sm_margin=16),
     "te 32 SMs left": lambda: te(on_wire=False, sm_margin=32),
@@ -203,15 +212,16 @@ def tensor_ranks(layout: str) -> int:
     return {"tp": dist.get_world_size(), "fsdp_tp": TENSOR_RANKS}.get(layout, 1)
 
 
-def shared_out(model: Layers, layout: str, device: str, provider: Provider) -> None:
+def shared_out(model: Layers, layout: str, device: str, provider: Provider, graphs: str = "") -> None:
     """Shares the model out among the ranks, and compiles its layers."""
+    options = {"layer": {"triton.cudagraphs": True}, "step": {"replayed": True}}.get(graphs, {})
     provider.convert(model)
     tensor = tensor_ranks(layout)
     mesh = init_device_mesh(device, (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor"))
     for layer in model.layers:
         if tensor > 1:
             parallelize_module(layer, mesh["tensor"], plan(provider))
-        provider.compile(layer)
+        provider.compile(layer, options)
     if layout != "tp":
         provider.before_fsdp(model)
         for part in (*model.layers, model):
@@ -238,23 +248,34 @@ def plan(provider: Provider) -> dict[str, Any]:
 class Candidate:
     """A provider whose step ran, ready to be timed."""
 
-    def __init__(self, row: Row, base: Layers, layout: str, x: Tensor, grad: Tensor) -> None:
-        self.row, self.x, self.grad, self.times = row, x, grad, list[float]()
+    def __init__(self, row: Row, base: Layers, layout: str, x: Tensor, grad: Tensor, graphs: str) -> None:
+        self.row, self.x, self.grad, self.graphs, self.times = row, x, grad, graphs, list[float]()
         gc.collect()
-        others = _allocated(x.device)
+        others = _memory(x.device, graphs)
         self.provider = PROVIDERS[row.provider]()
         self.model = copy.deepcopy(base)
-        shared_out(self.model, layout, x.device.type, self.provider)
-        for _ in range(3):
-            self.step()
-        if x.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(x.device)
-        with count_wire() as wire:
-            self.step()
+        shared_out(self.model, layout, x.device.type, self.provider, graphs)
+        self.run = self.step
+        stream = (
+            torch.cuda.Stream(x.device) if graphs == "step" else None
+        )  # autograd remembers which one forward was on
+        with torch.cuda.stream(stream):
+            with count_wire() as wire:
+                self.step()  # a replay's is not seen
+            for _ in range(3):
+                self.step()
         row.wire_mib = wire.total() / 2**20
+        if stream is not None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self.step()
+            self.run = graph.replay
         if x.device.type == "cuda":
             torch.cuda.synchronize(x.device)
-            row.peak_mib = (torch.cuda.max_memory_allocated(x.device) - others) / 2**20
+            torch.cuda.reset_peak_memory_stats(x.device)
+            self.run()
+            torch.cuda.synchronize(x.device)
+            row.peak_mib = (_memory(x.device, graphs, peak=True) - others) / 2**20
             self.profile()
             row.enqueue_ms = statistics.median(self.enqueue_ms() for _ in range(5))
 
@@ -263,14 +284,14 @@ class Candidate:
         dist.barrier()
         torch.cuda.synchronize(self.x.device)
         start = time.perf_counter()
-        self.step()
+        self.run()
         return 1000 * (time.perf_counter() - start)
 
     def profile(self) -> None:
         from torch.autograd import DeviceType
 
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            self.step()
+            self.run()
             torch.cuda.synchronize(self.x.device)
         ran = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
         wire, compute = ([_span(e) for e in ran if ("nccl" in e.name) is sends] for sends in (True, False))
@@ -285,6 +306,8 @@ class Candidate:
             parameter.grad = None
             torch.autograd.graph.increment_version(parameter)  # no amax of a weight outlives an optimizer's step
         self.provider.between(self.model)
+        if self.graphs == "layer":
+            torch.compiler.cudagraph_mark_step_begin()
         self.model(self.x).backward(self.grad)
 
     def time(self, steps: int) -> None:
@@ -292,7 +315,7 @@ class Candidate:
         dist.barrier()
         start = time.perf_counter()
         for _ in range(steps):
-            self.step()
+            self.run()
         if self.x.device.type == "cuda":
             torch.cuda.synchronize(self.x.device)
         took = torch.tensor([1000 * (time.perf_counter() - start) / steps], device=self.x.device)
@@ -314,8 +337,14 @@ def _union_ms(spans: list[tuple[float, float]]) -> float:
     return total / 1e3
 
 
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+def _memory(device: torch.device, graphs: str, peak: bool = False) -> int:
+    """Bytes that are allocated; with CUDA graphs, whose replays allocate nothing, those that the allocator has for them."""
+    if device.type != "cuda":
+        return 0
+    if graphs:
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(device)
+    return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
 
 
 def measure(args: argparse.Namespace, model: str, layout: str, tokens: int, device: torch.device) -> list[Row]:
@@ -328,9 +357,9 @@ def measure(args: argparse.Namespace, model: str, layout: str, tokens: int, devi
     )
     x, grad, rows, candidates = x.requires_grad_(), torch.randn_like(x), [], []
     for name in args.providers:
-        rows.append(Row(title, LAYOUTS[layout], dist.get_world_size(), tokens, name))
+        rows.append(Row(title, LAYOUTS[layout] + GRAPHS[args.graphs], dist.get_world_size(), tokens, name))
         try:
-            candidates.append(Candidate(rows[-1], base, layout, x, grad))
+            candidates.append(Candidate(rows[-1], base, layout, x, grad, args.graphs))
         except Exception as error:  # one provider's failure is a row, not the end of the run
             rows[-1].error = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         _say(f"  {name}: {rows[-1].error or 'ready'}")
@@ -357,6 +386,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="of: %(default)s")
     parser.add_argument("--tokens", default="8192,2048", help="of a data-parallel rank")
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="of: %(default)s; the first is compared to")
+    parser.add_argument("--graphs", choices=GRAPHS, default="", help="what is replayed as a CUDA graph")
     parser.add_argument("--name", default="", help="of the results file, after its model and GPUs")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)

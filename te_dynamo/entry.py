@@ -40,6 +40,7 @@ def compile(
     save_weights: Literal["original", "quantized"] | None = None,
     low_memory: bool = True,
     regather: bool = False,
+    replayed: bool = False,
     require_coverage: float = 0.0,
     sm_margin: int | None = None,
     inductor: Mapping[str, Any] | None = None,

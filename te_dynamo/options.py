@@ -47,6 +47,7 @@ class Options:
               again; None, the first where it costs no more than 16 bits save elsewhere, and the second under FSDP.
     low_memory: orders backward by what is alive, and makes columnwise copies late: a step's peak is no higher than in 16 bits.
     regather: backward gathers again what forward gathered of a sequence-parallel activation; forward saves the rank's own part of it.
+    replayed: the caller replays each step as a CUDA graph, so that no layer stays in 16 bits because the CPU is the bound.
     require_coverage: the least share of each graph's linear FLOPs that has to be in a recipe, 0 to 1; by te_dynamo.compile also of what
                       runs in no graph.
     sm_margin: multiprocessors that products leave to kernels beside them; as many as torch's own leave, unless given.
@@ -63,6 +64,7 @@ class Options:
     save_weights: Literal["original", "quantized"] | None = None
     low_memory: bool = True
     regather: bool = False
+    replayed: bool = False
     require_coverage: float = 0.0
     sm_margin: int = dataclasses.field(default_factory=sm_carveout)
     inductor: tuple[tuple[str, Any], ...] = ()

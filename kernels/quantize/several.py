@@ -29,6 +29,9 @@ from te_dynamo.kernels.tiles.fp8 import FLOAT32_MAX, load_values, saturating_cas
 SPAN = 65_536
 """Values that a program casts of a tensor with one scale."""
 
+_CAPTURED: list[torch.Tensor] = []
+"""The tables that CUDA graphs copy from the host at each replay: kept, a kilobyte each, since nobody says when a graph ends."""
+
 
 def quantize_several_reference(
     xs: Sequence[torch.Tensor], dtype: torch.dtype, form: Form, amaxes: Sequence[torch.Tensor] = ()
@@ -123,7 +126,10 @@ def quantize_several(
     rows = [firsts, *([x.shape[i] for x in xs] for i in (0, 1)), *addresses]
     unused = [programs] * (triton.next_power_of_2(len(xs)) - len(xs))
     filled = [[*row, *unused] for row in rows if row]
-    table = torch.tensor(filled, dtype=torch.int64, pin_memory=xs[0].is_cuda).to(xs[0].device, non_blocking=True)
+    table = torch.tensor(filled, dtype=torch.int64, pin_memory=xs[0].is_cuda)
+    if xs[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        _CAPTURED.append(table)
+    table = table.to(xs[0].device, non_blocking=True)
     if programs:
         cast_several(table, programs, xs[0], buffers[0], dtype, form, scaling, tile)
     return buffers

@@ -73,6 +73,8 @@ class ShardedWeight(torch.Tensor):
     weight: GatheredWeight
     base: torch.Tensor
     _made: Made | None = None
+    _scale_inv: torch.Tensor | None = None
+    """Whose value the whole weight's scale has: kept until the next one, since the copy is made on another stream than it."""
 
     @staticmethod
     def __new__(cls, plain: torch.Tensor, weight: GatheredWeight, base: torch.Tensor | None = None) -> ShardedWeight:
@@ -140,11 +142,13 @@ class ShardedWeight(torch.Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """(the whole weight, tensors of its own that FSDP2 frees: none). With `out`, which lies in `outputs`, its scale is renewed."""
+        """(the whole weight, tensors of its own that FSDP2 frees: none). With `out`, which lies in `outputs`, its scale is renewed where it is:
+        Inductor's CUDA graphs take all of a weight to keep its address, and are captured again where it has another."""
         outer_size, codes_dtype, scale_inv = metadata
+        renewed, self._scale_inv = scale_inv is not self._scale_inv, scale_inv
         if out is not None:
-            if scale_inv is not None:
-                local_of(out)._scale_inv = scale_inv
+            if scale_inv is not None and renewed:
+                local_of(out)._scale_inv.data.copy_(scale_inv)  # backward may read it: no version is raised
             return None
         whole = outputs[0].view(-1)[: outer_size.numel()].view(outer_size)
         if codes_dtype is None:
@@ -152,9 +156,8 @@ class ShardedWeight(torch.Tensor):
         quantizer = self.weight.quantizer
         assert quantizer is not None
         if scale_inv is None:
-            scale_inv = outputs[1] if outputs[1].dim() > 1 else outputs[1][: outer_size[0]]
-        buffers = [whole.view(codes_dtype), scale_inv]
-        return from_buffers(buffers, tuple(outer_size), param_dtype, quantizer, False), ()
+            scale_inv = outputs[1]
+        return from_buffers([whole.view(codes_dtype), scale_inv], tuple(outer_size), param_dtype, quantizer, False), ()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.plain!r})"
@@ -175,13 +178,11 @@ def _given(buffers: list[torch.Tensor], asked: Asked, quantizer: Any) -> Given:
     if quantizer.one_scale:
         return (sent,), (asked.outer_size, codes.dtype, scale_inv)
     # No block is cut, and all shards have equally many; rows of scales that are padding stay here.
-    scales = scale_inv[: codes.shape[0]] if scale_inv.dim() > 1 else _padded(scale_inv, asked)
-    return (sent, scales), (asked.outer_size, codes.dtype, None)
+    return (sent, scale_inv[: codes.shape[0]]), (asked.outer_size, codes.dtype, None)
 
 
 def _padded(values: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """The shard, or its rows' scales, with the rows that FSDP2 gathers of each rank: zeros behind those of the last ones, where they have
-    fewer."""
+    """The shard with the rows that FSDP2 gathers of each rank: zeros behind those of the last ones, where they have fewer."""
     rows = -(-asked.outer_size[0] // asked.ranks)
     if values.shape[0] >= rows:  # the whole weight too: of `replicate`, and of shards along another dimension
         return values

@@ -20,6 +20,7 @@ from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize_several
 from te_dynamo.distributed.fp8_all_gather_shard import Asked, ShardedWeight, local_of
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.kernels.layouts.block import BLOCK
+from te_dynamo.lowering.device import capture_id
 from te_dynamo.quantized.quantizers import Quantizer
 
 largest_magnitudes = torch.ops.aten._foreach_norm.Scalar
@@ -58,17 +59,15 @@ class GatheredWeight:
             self.reason = "it is not shared out by rows"
         if not self.reason and asked.dtype not in INPUT_DTYPES:
             self.reason = f"it is {asked.dtype}; te.quantize takes bf16, fp16 and fp32"
-        block = 1 if self.quantizer is None else self.quantizer.rows_of_a_scale()
-        whole = math.lcm(asked.ranks * block, BLOCK)  # scales of rows are padded to so many
-        if not self.reason and block > 1 and n % whole:
-            inside = (
-                f"blocks of {block}"
-                if block == BLOCK
-                else f"blocks of {block}, or of the {BLOCK} rows that scales are padded to"
+        quantizer = self.quantizer
+        if not self.reason and quantizer is not None and not quantizer.one_scale:
+            block = quantizer.rows_of_a_scale()
+            whole = math.lcm(asked.ranks * block, BLOCK if block > 1 else 1)
+            differ = {1: "differ in size", BLOCK: f"end inside of blocks of {BLOCK}"}.get(
+                block, f"end inside of blocks of {block}, or of the {BLOCK} rows that scales are padded to"
             )
-            self.reason = (
-                f"{asked.ranks} shards of its {n} rows end inside of {inside}: N has to be a multiple of {whole}"
-            )
+            if n % whole:
+                self.reason = f"{asked.ranks} shards of its {n} rows {differ}: N has to be a multiple of {whole}"
         return not self.reason
 
     def quantize(
@@ -101,10 +100,11 @@ class GatheredWeight:
 
     def state(self) -> tuple[int, ...]:
         """What a write to the values changes, by the parameter, its shard, a view of that or the plain tensor. Inductor's code raises the
-        parameter's counter alone."""
+        parameter's counter alone. And the CUDA graph that is captured: its replays compare nothing, and have to make what they read."""
         parameter = self._parameter()
         shard = local_of(parameter)
-        return parameter._version, shard.base._version, shard.plain._version, shard.plain.data_ptr()
+        versions = parameter._version, shard.base._version, shard.plain._version
+        return *versions, shard.plain.data_ptr(), captured_into(shard.plain.device)
 
     def _reduce(self, mesh: Any, device: torch.device) -> None:
         """Makes the amaxes of all weights on this one's mesh known."""
@@ -135,6 +135,13 @@ class GatheredWeight:
         if isinstance(local_of(parameter), ShardedWeight):
             self._sharded = parameter
         return self._sharded
+
+
+def captured_into(device: torch.device) -> int:
+    """The number of the CUDA graph that the current stream is captured into, 0 where it is not."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return 0
+    return capture_id(torch.cuda.current_stream(device).cuda_stream)
 
 
 WEIGHTS: weakref.WeakKeyDictionary[nn.Module, GatheredWeight] = weakref.WeakKeyDictionary()

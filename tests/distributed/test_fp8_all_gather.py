@@ -14,7 +14,7 @@ from helpers.distributed.plans import BLOCK, assert_trained_as, names, one_proce
 from helpers.distributed.ranks import SIZE, Ranks
 from helpers.models.training import SAME
 
-from te_dynamo.recipe import MXFP8BlockScaling
+from te_dynamo.recipe import MXFP8BlockScaling, as_recipe
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 
@@ -71,6 +71,17 @@ def test_bits_of_four_shards(four_ranks: Ranks, recipe: str, param_dtype: torch.
     for one in four_ranks.run(fp8_bodies.bits, recipe, torch.float32, param_dtype):
         left = {name for name, kind in one.items() if kind}
         assert left == {f"parts.{i}.weight" for i in ([5] if recipe == CURRENT else [0, 1, 2, 5])}
+
+
+@pytest.mark.slow
+def test_bits_of_three_shards_of_different_sizes(tmp_path: pathlib.Path) -> None:
+    """FSDP2 refuses scales beside such shards, on the ranks that have fewer rows. 48 rows are three equal ones."""
+    with Ranks(tmp_path, size=3) as three:
+        for recipe, left in ((CURRENT, {5}), ("float8_rowwise", {0, 2, 3, 4, 5})):
+            for one in three.run(fp8_bodies.bits, recipe, torch.float32, torch.bfloat16, False):
+                assert {name for name, kind in one.items() if kind} == {f"parts.{i}.weight" for i in left}
+        for one in three.run(fp8_bodies.reasons, as_recipe("float8_rowwise"), (48, 80), False):
+            assert one == {48: "", 80: "3 shards of its 80 rows differ in size: N has to be a multiple of 3"}
 
 
 LEFT = {

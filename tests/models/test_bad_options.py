@@ -24,7 +24,7 @@ EAGER = {"codegen": "eager"}
         ({"max_autotone": True}, "unknown option 'max_autotone'; did you mean 'max_autotune'"),
         (
             {"zzzzzz": 1},
-            "unknown option 'zzzzzz'; valid: 'codegen', 'fusions', 'low_memory', 'recipe', 'regather', 'require_coverage', 'rules', ",
+            "unknown option 'zzzzzz'; valid: 'codegen', 'fusions', 'low_memory', 'recipe', 'regather', 'replayed', 'require_coverage', 'rules', ",
         ),
         ({3: 1}, "unknown option 3; valid: 'codegen'"),
         ({"max_autotune": "yes"}, "Inductor's option 'max_autotune' takes a value of type bool, got 'yes'"),

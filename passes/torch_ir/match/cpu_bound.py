@@ -4,7 +4,8 @@
 
 Kernels of 0.4 ms that the CPU takes 1.5 ms to launch (a GELU MLP 1024/4096 in training) are no faster as kernels of 0.3 ms. CPUs differ: the
 time is computed for a fast and for a slow host (`HOSTS`), or for this one where `te-dynamo calibrate` measured it. Where FP8 shortens the
-graph on neither, or on the fast one alone, the graph's linears stay what they are, unless a rule names them or their weights are kept.
+graph on neither, or on the fast one alone, the graph's linears stay what they are, unless a rule names them, their weights are kept, or the
+caller replays whole steps as a CUDA graph (the option "replayed").
 
 CUDA graphs (mode="reduce-overhead") replay all launches of a graph at once: forward alone is not asked then. A training step still has
 two calls between which autograd and the saved tensors of each linear keep the CPU busy.
@@ -131,7 +132,7 @@ def _cpu_bound_reason(
     rates = rates_of(device)
     found = _time_of(gm, recipe_for, rates)
     graphs = bool(dict(options.inductor).get("triton.cudagraphs"))
-    if found is None or not found.chosen or (not found.learns and graphs):
+    if found is None or not found.chosen or options.replayed or (not found.learns and graphs):
         return "", 0
     placeholders = gm.graph.find_nodes(op="placeholder")
     managed = managed_by_fsdp(gm, example_inputs)

@@ -33,6 +33,7 @@ __all__ = [
     "load",
     "reasons",
     "refused",
+    "replayed",
     "save",
     "stale",
     "steps",
@@ -144,7 +145,7 @@ class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ModuleList(
-            nn.Linear(k, n, bias=False) for n, k in ((16, 32), (48, 128), (80, 144), (512, 160), (1024, 128), (32, 64))
+            nn.Linear(k, n, bias=False) for n, k in ((16, 32), (48, 128), (80, 144), (512, 160), (1024, 128), (32, 96))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -188,9 +189,9 @@ def bits(
     return found
 
 
-def reasons(rank: int, recipe: Recipe, rows: tuple[int, ...]) -> dict[int, str]:
+def reasons(rank: int, recipe: Recipe, rows: tuple[int, ...], trains: bool = True) -> dict[int, str]:
     """Why a weight of so many rows travels as it is, "" where it does not."""
-    linears = nn.Sequential(*(nn.Linear(64, n, bias=False) for n in rows)).to(device())
+    linears = nn.Sequential(*(nn.Linear(64, n, bias=False) for n in rows)).to(device()).requires_grad_(trains)
     fp8_all_gather(linears, options={"recipe": recipe})
     fully_shard(linears, mesh=mesh())
     linears.unshard()
@@ -308,6 +309,58 @@ def steps(rank: int, reshard: bool, policy: bool, tensor: int = 1) -> dict[str, 
     return told
 
 
+def replayed(rank: int, recipe: str | Recipe, whole: bool) -> dict[str, Any]:
+    """Steps on other tokens with other weights, called and by CUDA graphs: Inductor's of each block, or one of the whole step. The loss and the
+    blocks' gradients of each, and how many captures of Inductor's each took."""
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+    options = {"recipe": recipe, "codegen": "inductor", "rules": [("", recipe)]}
+    told: dict[str, Any] = {"captures": []}
+    for name, more in (("called", {}), ("replayed", {} if whole else {"triton.cudagraphs": True})):
+        torch._dynamo.reset()
+        shared = sharded(**options, **more)
+        ids, wanted = _part(rank)
+
+        def step(shared: nn.Module = shared, ids: Tensor = ids, wanted: Tensor = wanted) -> Tensor:
+            torch.compiler.cudagraph_mark_step_begin()
+            shared.zero_grad()
+            loss = loss_of(shared, ids, wanted)
+            loss.backward()
+            return loss.detach()
+
+        run = _captured(step) if whole and name == "replayed" else step
+        told[name] = []
+        for factor in (1.0, 1.5, 0.25, 3.0, 1.25):
+            with torch.no_grad():
+                ids.copy_(ids.flip(1) + 1).remainder_(64)
+                for parameter in shared.parameters():
+                    parameter.mul_(factor)
+            with _counted(CUDAGraphTreeManager, "record_function") as captures:
+                loss = run().item()
+            gradients = {n: p.grad.to_local().clone() for n, p in shared.layers.named_parameters()}
+            told[name].append((loss, gradients))
+            told["captures"] += [captures.call_count] if name == "replayed" else []
+    return told
+
+
+def _captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """One CUDA graph of the step, as torch's documentation captures it."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        loss = step()
+
+    def run() -> Tensor:
+        graph.replay()
+        return loss
+
+    return run
+
+
 # ---- checkpoints
 
 
@@ -408,8 +461,8 @@ def stale(rank: int) -> list[tuple[float, float]]:
 
 def in_any_order(rank: int, seed: int, recipe: str | Recipe) -> list[int]:
     """How many weights each cast is of, where weights are written to and gathered in an order that the seed gives. Whatever is gathered is the
-    whole weight quantized as it is then."""
-    order = random.Random(seed)
+    whole weight quantized as it is then, and its scale lies where the first one did: a CUDA graph reads it there."""
+    order, places = random.Random(seed), dict[nn.Module, int]()
     linears = nn.Sequential(*(nn.Linear(32, 256, bias=False) for _ in range(4))).to(device())
     fp8_all_gather(linears, options={"recipe": recipe, "rules": [("2", "float8_block_scaling")]})
     for i, linear in enumerate(linears):  # one group has another dtype, and is cast by itself
@@ -430,6 +483,8 @@ def in_any_order(rank: int, seed: int, recipe: str | Recipe) -> list[int]:
             assert torch.equal(codes.view(torch.uint8), wanted[0].view(torch.uint8)) and torch.equal(
                 scale_inv, wanted[1]
             )
+            if scale_inv.numel() == 1:  # FSDP2 has the places of all else
+                assert places.setdefault(linear, scale_inv.data_ptr()) == scale_inv.data_ptr()
             linear.reshard()
     return [len(call.args[0]) for call in casts.call_args_list]
 

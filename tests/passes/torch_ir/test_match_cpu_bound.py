@@ -68,6 +68,13 @@ def test_the_small_mlp_stays_in_bf16(device: str, options: dict) -> None:
     assert all(reasons(device=device, **options))
 
 
+@pytest.mark.parametrize("recipe", [FP8, "float8_block_scaling"])
+def test_a_replayed_step_is_never_cpu_bound(recipe: str) -> None:
+    """The GPU's own time is asked still: 512 tokens are too few."""
+    assert reasons(rows=6144, recipe=recipe, replayed=True) == ["", ""]
+    assert all("CPU" not in reason and reason for reason in reasons(rows=512, recipe=recipe, replayed=True))
+
+
 def test_the_reason_says_what_the_graph_waits_for() -> None:
     assert (
         reasons()
