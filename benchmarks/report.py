@@ -56,7 +56,8 @@ class Table:
     """How the rows of a run are shown.
 
     Without `across`: a line for each row and a column for each field, or for those of `lines`, that has a value anywhere. With it: a line for each combination
-    of the fields `lines`, a column for each value of the field `across`, and in a cell the fields `cells`, all but the first in brackets.
+    of the fields `lines` that have a value anywhere, a column for each value of the field `across`, and in a cell the fields `cells`, all but the first in
+    brackets.
     """
 
     run: str
@@ -118,7 +119,9 @@ TABLES = {
     "wire": Table("wire", ("layout", "ranks", "collective"), "recipe", ("kib", "ratio", "dtypes")),
     "encoder": Table("encoder", ("recipe", "output_db", "worst_linear_db", "embeddings_db", "top_1", "top_5")),
     "encoder_rows": Table("encoder"),
-    "demo_losses": Table("demo_losses"),
+    "demo_losses": Table("demo_losses", ("recipe", "tokens_per_second"), "seed", ("training_loss", "training_change")),
+    "demo_losses_validation": Table("demo_losses", ("recipe",), "seed", ("validation_loss", "validation_change")),
+    "demo_losses_rows": Table("demo_losses"),
     "graph_traffic": Table("graph_traffic", ("model",), "fusions", ("gemms", "te", "others", "gib")),
 }
 """Of all runs, in the order of the page."""
@@ -198,7 +201,7 @@ def table(rows: Sequence[Mapping[str, Any]], shown: Table) -> str:
             column for column in shown.lines or rows[0] if any(row[column] not in (None, "", []) for row in rows)
         ]
         return _grid(map(_header, columns), ([row[column] for column in columns] for row in rows))
-    lines = [column for column in shown.lines if column in rows[0]]
+    lines = [column for column in shown.lines if any(row.get(column) is not None for row in rows)]
     across = list(dict.fromkeys(row[shown.across] for row in rows))
     found: dict[tuple[Any, ...], dict[str, str]] = {}
     for row in rows:

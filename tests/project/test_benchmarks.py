@@ -153,22 +153,25 @@ def test_bytes_of_a_recipe_are_beside_bf16s(import_benchmark: Callable[[str], Mo
     ]
 
 
-def test_losses_of_the_demo_are_beside_one_bf16_run(import_benchmark: Callable[[str], ModuleType]) -> None:
+def test_losses_of_the_demo_are_beside_bf16s_of_their_seed(import_benchmark: Callable[[str], ModuleType]) -> None:
     losses = import_benchmark("demo_losses")
 
-    def summary(recipe: str, loss: float, bf16: float = 2.0) -> dict[str, object]:
-        runs = [
-            {"name": name, "losses": [3.0] * 9 + [x], "validation_loss": 2 * x}
-            for name, x in (("bf16", bf16), (recipe, loss))
-        ]
-        return {"arguments": {"recipe": [recipe], "out": recipe, "steps": 10}, "runs": runs}
+    def file(name: str, seed: int, loss: float, **settings: str) -> dict[str, object]:
+        run = {"name": name, "seed": seed, "losses": [3.0] * 9 + [loss], "validation_loss": 2 * loss}
+        return {"settings": {"device": "cuda"} | settings, "run": run | {"tokens_per_second": 10.0 + seed}}
 
-    rows = losses.rows_of([summary("mxfp8", 2.02), summary("nvfp4", 1.9)])
-    assert [(row.recipe, row.training_loss, row.training_change, row.validation_change) for row in rows] == [
-        ("bf16", 2.0, 0.0, 0.0), ("mxfp8", 2.02, 1.0, 1.0), ("nvfp4", 1.9, -5.0, -5.0),
+    files = [file("a", 0, 2.02), file("a", 1, 0.96), file("b", 0, 1.9), file("bf16", 0, 2.0), file("bf16", 1, 1.0)]
+    rows = losses.rows_of(files)
+    assert [(row.recipe, row.seed, row.training_loss, row.training_change, row.validation_change) for row in rows] == [
+        ("bf16", "seed 0", 2.0, 0.0, 0.0), ("bf16", "seed 1", 1.0, 0.0, 0.0), ("bf16", "mean", 1.5, 0.0, 0.0),
+        ("a", "seed 0", 2.02, 1.0, 1.0), ("a", "seed 1", 0.96, -4.0, -4.0), ("a", "mean", 1.49, -0.67, -0.67),
+        ("b", "seed 0", 1.9, -5.0, -5.0),
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"\['nvfp4'\] was trained beside another bf16 run"):
-        losses.rows_of([summary("mxfp8", 2.02), summary("nvfp4", 1.9, bf16=2.1)])
+    assert [row.tokens_per_second for row in rows] == [10.5] * 6 + [10.0]
+    (row,) = losses.rows_of([file("fp32", 0, 2.0, device="cpu")])
+    assert (row.recipe, row.tokens_per_second) == ("fp32", None)
+    with pytest.raises(ValueError, match=r"b, seed 0, was trained with other settings: .*'lr': '1'"):
+        losses.rows_of([*files, file("b", 0, 2.0, lr="1")])
 
 
 @pytest.mark.slow

@@ -99,6 +99,8 @@ def test_a_table_of_providers_keeps_what_failed(report: ModuleType) -> None:
         "| large | 100 (1.00) | failed |",
     ]
     assert report.table(rows, dataclasses.replace(shown, cells=("speedup",))).startswith("Each cell: speedup.\n")
+    empty = [row | {"speed": None} for row in rows]
+    assert report.table(empty, dataclasses.replace(shown, lines=("block", "speed"))) == report.table(rows, shown)
     assert report.table(rows, report.Table("train_blocks")).splitlines()[-1].endswith("| no such kernel \\| none |")
 
 
