@@ -3,7 +3,7 @@
     python benchmarks/checkpoint.py                                       # 4 Llama-8B blocks, 1 to 4096 tokens
     python benchmarks/checkpoint.py --quick --device cpu                  # does it run?
     python benchmarks/checkpoint.py --parts forward --recipes float8_block_scaling --tokens 1,16
-    python benchmarks/checkpoint.py --parts lora --providers te,dequantized
+    python benchmarks/checkpoint.py --case llama8b_block --parts lora --providers te,dequantized
 
 `save_checkpoint` writes the bf16 model into a file in each recipe, `load_checkpoint` reads it, and backend "te" multiplies the file's codes.
 Providers are compiled for all numbers of tokens first, then timed in turn with a cold L2, beside the bf16 model on Inductor. Errors are
@@ -52,6 +52,7 @@ RANK, ALPHA = 16, 32
 
 CASES = {
     "llama8b": Block("4 Llama-8B blocks", layers(4, lambda: llama_block(4096, 14336, 32, 8)), (1, 4096, 4096)),
+    "llama8b_block": Block("Llama-8B block", layers(1, lambda: llama_block(4096, 14336, 32, 8)), (1, 4096, 4096)),
     "tiny": Block("tiny Llama block", layers(1, lambda: llama_block(256, 512, 2, 1)), (1, 32, 256)),
 }
 
