@@ -14,8 +14,8 @@ that alone, and in which it waits for the CPU (`idle ms`). `enqueue ms` is the t
 GPU, the median of some of rank 0. FSDP2 gathers a layer's weights when the CPU has come to the layer; "a layer
 ahead" is its set_modules_to_forward_prefetch.
 
---graphs: CUDA graphs of all providers, bf16's too: "layer", Inductor's of each layer's forward and backward; "step", one of the whole step,
-with the option replayed=True. The layout says so. A peak is then the memory that the allocator has for the provider, less the others'.
+--graphs: CUDA graphs of all providers, bf16's too: "layer", Inductor's of each layer's forward and of its backward; "step", one of the whole step,
+with the option replayed=True. The layout says so. A step's peak is then the memory that the allocator has for the provider.
 
     te                  FP8 products; weights and activations travel in bf16
     te 16 SMs left      the same, with options={"sm_margin": 16}, which NCCL's kernels then have; 32 likewise
@@ -116,7 +116,7 @@ LAYOUTS = {
     "fsdp_tp": "FSDP2 x TP + SP",
 }
 TENSOR_RANKS = 2  # of FSDP2 x TP
-GRAPHS = {"": "", "layer": ", a CUDA graph of each layer's forward and backward", "step": ", one CUDA graph"}
+GRAPHS = {"": "", "layer": ", two CUDA graphs a layer", "step": ", one CUDA graph"}
 
 
 @dataclasses.dataclass
@@ -275,7 +275,8 @@ class Candidate:
             torch.cuda.reset_peak_memory_stats(x.device)
             self.run()
             torch.cuda.synchronize(x.device)
-            row.peak_mib = (_memory(x.device, graphs, peak=True) - others) / 2**20
+            if graphs != "layer":  # whose memory the providers share
+                row.peak_mib = (_memory(x.device, graphs, peak=True) - others) / 2**20
             self.profile()
             row.enqueue_ms = statistics.median(self.enqueue_ms() for _ in range(5))
 

@@ -74,18 +74,6 @@ def device_count() -> int:
     return _count(_started_driver())
 
 
-def capture_id(stream: int) -> int:
-    """Of the CUDA graph that a stream is captured into, unique in the process; 0 where it is not captured. stream: its handle.
-
-    Raises NoDeviceError where the driver does not answer.
-    """
-    driver = _import_driver()
-    status, capture, number, *_ = driver.cuStreamGetCaptureInfo(stream)
-    if int(status) != 0:
-        raise NoDeviceError(_failed(driver, "cuStreamGetCaptureInfo", status))
-    return int(number) if capture == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else 0
-
-
 def _count(driver: Any) -> int:
     count = int(_call(driver, "cuDeviceGetCount"))
     if count == 0:

@@ -22,6 +22,7 @@ from te_dynamo.kernels.quantize.float8_rowwise import quantize_rows, rows_tile
 from te_dynamo.kernels.quantize.formats import reference_of
 from te_dynamo.kernels.quantize.mxfp8_kernels import quantize_mxfp8_tile
 from te_dynamo.kernels.runtime._triton import tl, triton
+from te_dynamo.kernels.runtime.capture import is_captured
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.blocks import load_quarters
 from te_dynamo.kernels.tiles.fp8 import FLOAT32_MAX, load_values, saturating_cast, scale_from_amax, tile_origin
@@ -127,7 +128,7 @@ def quantize_several(
     unused = [programs] * (triton.next_power_of_2(len(xs)) - len(xs))
     filled = [[*row, *unused] for row in rows if row]
     table = torch.tensor(filled, dtype=torch.int64, pin_memory=xs[0].is_cuda)
-    if xs[0].is_cuda and torch.cuda.is_current_stream_capturing():
+    if is_captured(xs[0].device):
         _CAPTURED.append(table)
     table = table.to(xs[0].device, non_blocking=True)
     if programs:

@@ -11,6 +11,8 @@ import concurrent.futures
 
 import torch
 
+from te_dynamo.kernels.runtime.capture import is_captured
+
 _kept: dict[tuple[torch.device, str, int], torch.Tensor] = {}
 """By device, graph and count: a graph compiled for other shapes may have the same name, and other sites that guess."""
 
@@ -19,15 +21,11 @@ def copy_of_hints(like: torch.Tensor, graph: str, count: int) -> torch.Tensor:
     """int64 [count, 2] on like's device: the hints that the last run of `graph` left, with their addresses. Zero before the first."""
     place = like.device, graph, count
     if place not in _kept:
-        if _is_captured(like.device):
+        if is_captured(like.device):
             return _zero_hints(like.device, count)[0]  # in the memory of the CUDA graph: each replay begins with zeros
         with concurrent.futures.ThreadPoolExecutor(1) as other_thread:  # as in scratch.py
             _kept[place] = other_thread.submit(_lasting, like.device, count).result()
     return _kept[place].clone()
-
-
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _zero_hints(device: torch.device, count: int) -> torch.Tensor:

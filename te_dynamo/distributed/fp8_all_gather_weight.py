@@ -20,7 +20,7 @@ from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize_several
 from te_dynamo.distributed.fp8_all_gather_shard import Asked, ShardedWeight, local_of
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.kernels.layouts.block import BLOCK
-from te_dynamo.lowering.device import capture_id
+from te_dynamo.kernels.runtime.capture import is_captured
 from te_dynamo.quantized.quantizers import Quantizer
 
 largest_magnitudes = torch.ops.aten._foreach_norm.Scalar
@@ -138,10 +138,20 @@ class GatheredWeight:
 
 
 def captured_into(device: torch.device) -> int:
-    """The number of the CUDA graph that the current stream is captured into, 0 where it is not."""
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    """A number of the CUDA graph that the current stream is captured into, unique in the process; 0 where there is none.
+
+    Raises UnsupportedError where the driver does not tell.
+    """
+    if not is_captured(device):
         return 0
-    return capture_id(torch.cuda.current_stream(device).cuda_stream)
+    from cuda.bindings import driver
+
+    status, _, number, *_ = driver.cuStreamGetCaptureInfo(torch.cuda.current_stream(device).cuda_stream)
+    if int(status) != 0:
+        raise UnsupportedError(
+            f"te_dynamo: cuStreamGetCaptureInfo failed ({status!r}): a gather in FP8 cannot be captured"
+        )
+    return int(number)
 
 
 WEIGHTS: weakref.WeakKeyDictionary[nn.Module, GatheredWeight] = weakref.WeakKeyDictionary()

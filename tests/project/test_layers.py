@@ -52,7 +52,9 @@ ROOMS: dict[str, set[str]] = {
     "te_dynamo/weights": {"te_dynamo", "te_dynamo/torch_private", "te_dynamo/quantized", "te_dynamo/dialect"},
     "te_dynamo/operations": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect"},
     "te_dynamo/nn": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights"},
-    "te_dynamo/distributed": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights", "kernels/layouts"},
+    "te_dynamo/distributed": {
+        "te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights", "kernels/layouts", "kernels/runtime",
+    },
     "te_dynamo/inspect": {
         "te_dynamo", "te_dynamo/rules", "te_dynamo/torch_private", "te_dynamo/quantized", "te_dynamo/distributed", "te_dynamo/weights", "kernels/runtime",
     },

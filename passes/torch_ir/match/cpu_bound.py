@@ -63,7 +63,7 @@ class Host:
     launch:         of a launch in forward alone, with its allocation; step_launch: with backward, with what autograd does for it.
     graph_linear:   of a linear in a training step that is replayed as two CUDA graphs.
     fsdp:           FSDP2's of a training step of one layer. wire: more of each weight that it gathers in FP8.
-    dtensor:        DTensor's and its collectives' in a training step, of a parameter.
+    dtensor:        DTensor's and its collectives' in a training step, of a parameter; graph_dtensor: where CUDA graphs replay the collectives.
     """
 
     call: float
@@ -74,18 +74,19 @@ class Host:
     fsdp: float
     wire: float
     dtensor: float
+    graph_dtensor: float
 
     def times(self, cpu: float) -> Host:
         """A host on which all of it takes that many times as long."""
         return Host(*(us * cpu for us in dataclasses.astuple(self)))
 
 
-HOSTS = (Host(100, 800, 15, 32, 60, 3600, 0, 250), Host(100, 800, 25, 55, 90, 5400, 260, 375))
+HOSTS = (Host(100, 800, 15, 32, 60, 3600, 0, 250, 40), Host(100, 800, 25, 55, 90, 5400, 260, 375, 60))
 """A fast and a slow one, both with an H200 and torch 2.11. step and step_launch: least squares of the times to enqueue a step, over the blocks of
 benchmarks/cpu_time.py, in bf16 on the fast host (910 us and 32 us a launch) and in bf16 and FP8 on the slow one (700 us and 57 us); launches alone
 take 8 to 15 and 17 to 27 us. fsdp, dtensor and wire: of benchmarks/train_parallel.py, less steps and launches: 22 ms for four layers of Llama-8B
-under FSDP2 on the fast host, 4.15 ms for a tensor-parallel one, and 44 ms for four with 28 weights in FP8 on the slow host, on which the
-first two are taken to be half as long again."""
+under FSDP2 on the fast host, 4.15 ms for a tensor-parallel one (four 5.9 to 6.7 ms as CUDA graphs), and 44 ms for four with 28 weights in FP8
+on the slow host, on which the first three are taken to be half as long again."""
 
 _WORST = 0.98
 """FP8 may make a graph that much faster, that is 2% slower, on the slow host, if it gains on the fast one."""
@@ -184,7 +185,8 @@ class _Time:
         launches = self.launches_in_fp8 if in_fp8 else self.launches
         if not self.learns:
             return host.call + host.launch * launches
-        beside = host.fsdp * self.managed + host.wire * self.wire * in_fp8 + host.dtensor * self.shared
+        dtensors = (host.graph_dtensor if graphs else host.dtensor) * self.shared
+        beside = host.fsdp * self.managed + host.wire * self.wire * in_fp8 + dtensors
         replayed = host.graph_linear * self.linears * (1 + in_fp8 / 4)
         return host.step + beside + (replayed if graphs else host.step_launch * launches)
 

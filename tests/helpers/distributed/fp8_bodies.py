@@ -335,7 +335,10 @@ def replayed(rank: int, recipe: str | Recipe, whole: bool) -> dict[str, Any]:
                 ids.copy_(ids.flip(1) + 1).remainder_(64)
                 for parameter in shared.parameters():
                     parameter.mul_(factor)
-            with _counted(CUDAGraphTreeManager, "record_function") as captures:
+            record = CUDAGraphTreeManager.record_function
+            with mock.patch.object(
+                CUDAGraphTreeManager, "record_function", autospec=True, side_effect=record
+            ) as captures:
                 loss = run().item()
             gradients = {n: p.grad.to_local().clone() for n, p in shared.layers.named_parameters()}
             told[name].append((loss, gradients))

@@ -26,7 +26,7 @@ LIKE = torch.empty(1)
 
 
 def captures() -> Any:
-    return mock.patch.object(hints, "_is_captured", lambda device: True)
+    return mock.patch.object(hints, "is_captured", lambda device: True)
 
 
 @contextlib.contextmanager

@@ -225,15 +225,17 @@ def two_gpus() -> Iterator[Any]:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-@pytest.mark.parametrize(("rows", "left"), [(2048, True), (4096, False)])
-def test_what_tensor_parallelism_takes_the_cpu_is_counted(two_gpus: Any, rows: int, left: bool) -> None:
-    """And the GPU's time is that of a rank's shards: of half of each weight."""
+@pytest.mark.parametrize(("rows", "options", "left"), [(2048, {}, True), (2048, CUDA_GRAPHS, False), (4096, {}, False)])
+def test_what_tensor_parallelism_takes_the_cpu_is_counted(
+    two_gpus: Any, rows: int, options: dict[str, Any], left: bool
+) -> None:
+    """And the GPU's time is that of a rank's shards: of half of each weight. CUDA graphs replay the collectives too."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     with fake_cuda("h100"):
         model = GeluMLP(4096, 14336)
         parallelize_module(model, two_gpus, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        compiled = Matched(model)
+        compiled = Matched(model, **options)
         compiled(torch.empty(rows, 4096, dtype=BF16, device="cuda", requires_grad=True))
     beginning = "of its shards: the graph is CPU-bound: to call the graph, share its DTensors and launch its kernels it takes 1620 to "
     assert [reason.startswith(beginning) for reason in compiled.reasons()] == [left] * 2
