@@ -256,9 +256,8 @@ class Candidate:
         self.model = copy.deepcopy(base)
         shared_out(self.model, layout, x.device.type, self.provider, graphs)
         self.run = self.step
-        stream = (
-            torch.cuda.Stream(x.device) if graphs == "step" else None
-        )  # autograd remembers which one forward was on
+        # Autograd remembers which stream forward was on.
+        stream = torch.cuda.Stream(x.device) if graphs == "step" else None
         with torch.cuda.stream(stream):
             with count_wire() as wire:
                 self.step()  # a replay's is not seen
