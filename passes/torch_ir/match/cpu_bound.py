@@ -147,8 +147,9 @@ def _cpu_bound_reason(
     also = ", gather its weights" * found.managed + ", share its DTensors" * bool(found.shared)
     plain, fp8 = (_us([found.cpu(host, in_fp8, graphs) for host in hosts]) for in_fp8 in (False, True))
     helps = "; FP8 pays on a fast CPU alone, te-dynamo calibrate measures this one" * (gains[0] > 1)
-    if not found.learns or (not graphs and found.gain(hosts[-1], graphs=True) > 1):
-        helps += '; mode="reduce-overhead" takes it out of the way'
+    ways = ['mode="reduce-overhead"'] * (not found.learns or (not graphs and found.gain(hosts[-1], graphs=True) > 1))
+    ways += ["one CUDA graph of the step, with replayed=True,"] * (found.learns and found.gpu_in_fp8 < found.gpu)
+    helps += f"; {' or '.join(ways)} takes it out of the way" * bool(ways)
     reason = (
         f"the graph is CPU-bound: to call the graph{also} and launch its kernels it takes {plain} us, {fp8} us with FP8, and "
         f"without it the kernels take {found.gpu:.0f} us ({rates}){helps}"

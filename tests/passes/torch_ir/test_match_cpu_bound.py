@@ -81,7 +81,7 @@ def test_the_reason_says_what_the_graph_waits_for() -> None:
         == [
             "the graph is CPU-bound: to call the graph and launch its kernels it takes 1056 to 1240 us, 1216 to 1515 us with FP8, and without it the kernels "
             "take 363 us "
-            "(estimated for an NVIDIA H200); add a rule for this module to force FP8"
+            "(estimated for an NVIDIA H200); one CUDA graph of the step, with replayed=True, takes it out of the way; add a rule for this module to force FP8"
         ]
         * 2
     )
@@ -93,7 +93,7 @@ def test_long_kernels_hide_the_cpu(width: int, rows: int) -> None:
 
 
 def test_what_pays_on_a_fast_cpu_alone_is_left_until_this_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    helps = '; FP8 pays on a fast CPU alone, te-dynamo calibrate measures this one; mode="reduce-overhead" takes it out of the way; add a rule'
+    helps = '; FP8 pays on a fast CPU alone, te-dynamo calibrate measures this one; mode="reduce-overhead" or one CUDA graph of the step, with replayed=True, takes it out of the way; add a rule'
     assert [helps in reason for reason in reasons(rows=16384)] == [True, True]
     for cpu_step_us, left in ((1400, False), (2400, True)):
         measured = calibrated(TARGETS["h200"], {**FOUND_ON_AN_H200, "cpu_step_us": cpu_step_us})
