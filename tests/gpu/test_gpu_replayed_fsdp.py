@@ -5,6 +5,10 @@ pytest tests/gpu/test_gpu_replayed_fsdp.py     # one GPU is enough; NCCL's ranks
 
 from __future__ import annotations
 
+import pathlib
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -36,3 +40,21 @@ def test_replays_follow_weights_and_tokens(ranks: Ranks, recipe: str | MXFP8Bloc
             for name, gradient in gradients.items():
                 torch.testing.assert_close(others[name], gradient, rtol=0, atol=0, msg=name)
         assert sum(one["captures"][2:]) == 0
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_example_trains_alike_as_a_graph(tensor: int, tmp_path: pathlib.Path) -> None:
+    """The optimizer writes the weights between replays. With tensor parallelism the graph has its collectives too."""
+    if tensor > torch.cuda.device_count():
+        pytest.skip("needs 2 GPUs")
+    example = pathlib.Path(__file__).parents[2] / "examples" / "train_parallel.py"
+    processes = str(min(SIZE, torch.cuda.device_count()))
+    sizes = ["--steps", "30", "--layers", "2", "--width", "512", "--seq", "256", "--batch", "8"]
+    losses = []
+    for graph in ([], ["--graph"]):
+        launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
+        command = [*launched, example, "--tensor", str(tensor), *sizes, *graph, "--out", tmp_path / f"{len(graph)}"]
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0, done.stderr[-4000:]
+        losses.append(float(re.search(r"step 30: loss ([\d.]+)", done.stdout)[1]))
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)

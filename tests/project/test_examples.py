@@ -131,6 +131,8 @@ def test_train_parallel_says_how_it_is_started() -> None:
     )
     asked = subprocess.run([*command, "--help"], capture_output=True, text=True, env=environment)
     assert asked.returncode == 0 and "--tensor" in asked.stdout
+    graph = subprocess.run([*command, "--graph"], capture_output=True, text=True, env=environment | {"RANK": "0"})
+    assert graph.returncode == 2 and "--graph needs GPUs" in graph.stderr
     alone = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert alone.returncode == 2 and "it is started by torchrun: torchrun --nproc-per-node 2" in alone.stderr
 
