@@ -110,7 +110,9 @@ class ShardedWeight(torch.Tensor):
         result = plain_args[0] if func in _SAME_VALUES else func(*plain_args, **plain_kwargs)
         if func in _STAY_SHARDS:
             weight, base = args[0].weight, args[0].base if func.is_view else None
-            result = tree_map_only(torch.Tensor, lambda plain: ShardedWeight(plain, weight, base), result)
+            # A view is an inference tensor where its base is one: it has the base's counter of writes.
+            with torch.inference_mode(args[0].is_inference() if func.is_view else torch.is_inference_mode_enabled()):
+                result = tree_map_only(torch.Tensor, lambda plain: ShardedWeight(plain, weight, base), result)
             return return_and_correct_aliasing(func, args, kwargs, result)
         written = list(_written(func, args, kwargs))
         for shard in written:  # below autograd an operator raises no counter
@@ -137,7 +139,9 @@ class ShardedWeight(torch.Tensor):
 
     def is_made(self, asked: Asked) -> bool:
         """Whether the codes of the values as they are now are there."""
-        return self._made is not None and (self._made.state, self._made.asked) == (self.weight.state(), asked)
+        if self._made is None or self.weight.may_be_written_unseen():
+            return False
+        return (self._made.state, self._made.asked) == (self.weight.state(), asked)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None

@@ -20,7 +20,6 @@ from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize_several
 from te_dynamo.distributed.fp8_all_gather_shard import Asked, ShardedWeight, local_of
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.kernels.layouts.block import BLOCK
-from te_dynamo.kernels.runtime.capture import is_captured
 from te_dynamo.quantized.quantizers import Quantizer
 
 largest_magnitudes = torch.ops.aten._foreach_norm.Scalar
@@ -45,6 +44,7 @@ class GatheredWeight:
         self._amaxes_in: Callable[[torch.dtype], tuple[torch.Tensor, ...]] | None = None  # fp32 [1] each, by dtype
         self._place = 0  # of its own one, that of the values in the state `_known`
         self._known: tuple[int, ...] | None = None
+        self._replayed = False  # whether a CUDA graph has gathers of it
         WEIGHTS[module] = self
 
     def __deepcopy__(self, memo: Any) -> GatheredWeight:
@@ -62,6 +62,8 @@ class GatheredWeight:
         quantizer = self.quantizer
         if not self.reason and quantizer is not None and not quantizer.one_scale:
             block = quantizer.rows_of_a_scale()
+            if asked.ranks == 1:
+                self.reason = "FSDP2 of one rank takes no scales beside the codes"
             whole = math.lcm(asked.ranks * block, BLOCK if block > 1 else 1)
             differ = {1: "differ in size", BLOCK: f"end inside of blocks of {BLOCK}"}.get(
                 block, f"end inside of blocks of {block}, or of the {BLOCK} rows that scales are padded to"
@@ -81,9 +83,10 @@ class GatheredWeight:
         quantizer = self.quantizer
         assert quantizer is not None
         self._asked = asked
-        if quantizer.one_scale and self._known != self.state():
-            self._reduce(mesh, shard.device)
-        together = [self, *(w for w in self._weights if w is not self and self._cast_alike(w, shard))]
+        alone = self.may_be_written_unseen()
+        if quantizer.one_scale and (alone or self._known != self.state()):
+            self._reduce(mesh, shard.device, [self] if alone else self._weights)
+        together = [self, *(w for w in self._weights if not alone and w is not self and self._cast_alike(w, shard))]
         shards = [shard, *(weight._shard() for weight in together[1:])]
         amaxes = [self._amaxes_in(asked.dtype)[weight._place] for weight in together] if self._amaxes_in else []
         buffers = quantize_several([each.plain for each in shards], asked.dtype, quantizer.form(), amaxes)
@@ -103,13 +106,18 @@ class GatheredWeight:
         parameter's counter alone. And the CUDA graph that is captured: its replays compare nothing, and have to make what they read."""
         parameter = self._parameter()
         shard = local_of(parameter)
-        versions = parameter._version, shard.base._version, shard.plain._version
-        return *versions, shard.plain.data_ptr(), captured_into(shard.plain.device)
+        capture = captured_into()
+        self._replayed |= capture > 0
+        return parameter._version, shard.base._version, shard.plain._version, shard.plain.data_ptr(), capture
 
-    def _reduce(self, mesh: Any, device: torch.device) -> None:
-        """Makes the amaxes of all weights on this one's mesh known."""
+    def may_be_written_unseen(self) -> bool:
+        """Whether the optimizer may be in a CUDA graph: its replays raise no counter. Then each gather outside of graphs casts anew, alone."""
+        return self._replayed and not captured_into()
+
+    def _reduce(self, mesh: Any, device: torch.device, weights: list[GatheredWeight]) -> None:
+        """Makes the amaxes of those weights known that are on this one's mesh."""
         own_mesh = self._parameter().device_mesh
-        scaled = [w for w in self._weights if w.quantizer and w.quantizer.one_scale and not w.reason]
+        scaled = [w for w in weights if w.quantizer and w.quantizer.one_scale and not w.reason]
         these = [w for w in scaled if getattr(w._parameter(), "device_mesh", None) == own_mesh]
         shards = [weight._shard() for weight in these]
         full = [shard.plain for shard in shards if shard.numel()]
@@ -137,16 +145,16 @@ class GatheredWeight:
         return self._sharded
 
 
-def captured_into(device: torch.device) -> int:
+def captured_into() -> int:
     """A number of the CUDA graph that the current stream is captured into, unique in the process; 0 where there is none.
 
     Raises UnsupportedError where the driver does not tell.
     """
-    if not is_captured(device):
+    if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
         return 0
     from cuda.bindings import driver
 
-    status, _, number, *_ = driver.cuStreamGetCaptureInfo(torch.cuda.current_stream(device).cuda_stream)
+    status, _, number, *_ = driver.cuStreamGetCaptureInfo(torch.cuda.current_stream().cuda_stream)
     if int(status) != 0:
         raise UnsupportedError(
             f"te_dynamo: cuStreamGetCaptureInfo failed ({status!r}): a gather in FP8 cannot be captured"

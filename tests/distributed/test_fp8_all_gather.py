@@ -58,8 +58,12 @@ def test_what_has_columns_of_its_own_travels_as_it_is(ranks: Ranks, recipe: str)
         assert all(one.values())
 
 
-def test_inference_with_a_scale_a_row(ranks: Ranks) -> None:
-    for one in ranks.run(fp8_bodies.inference, "float8_rowwise", 64):
+@pytest.mark.parametrize(
+    ("recipe", "inference_mode"), [("float8_rowwise", False), ("float8_rowwise", True), (CURRENT, True)]
+)
+def test_inference(ranks: Ranks, recipe: str, inference_mode: bool) -> None:
+    """The first forward too, in which FSDP2 takes views of the shards."""
+    for one in ranks.run(fp8_bodies.inference, recipe, 64, inference_mode):
         assert one["same"] and one["gathered"] < 0.6, one
 
 
@@ -111,6 +115,21 @@ def test_bits_of_shards_of_parts(four_ranks: Ranks, recipe: str) -> None:
 def test_bits_after_writes_and_gathers_in_any_order(ranks: Ranks, seed: int, recipe: str | MXFP8BlockScaling) -> None:
     first, second = ranks.run(fp8_bodies.in_any_order, seed, recipe)
     assert first == second and max(first) > 1
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCKS])
+def test_what_replays_of_cuda_graphs_write_is_seen(ranks: Ranks, recipe: str) -> None:
+    """A capture casts for itself, all at once. Behind it no codes are kept."""
+    assert ranks.run(fp8_bodies.written_by_replays, recipe) == [[1, 1, 2, 2, 1, 1, 1, 1, 1, 1]] * SIZE
+
+
+def test_one_rank_sends_no_scales(tmp_path: pathlib.Path) -> None:
+    """FSDP2 copies the first tensor alone there."""
+    with Ranks(tmp_path, size=1) as alone:
+        (one,) = alone.run(fp8_bodies.bits, BLOCKS, torch.float32, torch.bfloat16)
+        assert all(one.values())
+        (one,) = alone.run(fp8_bodies.bits, CURRENT, torch.float32, torch.bfloat16)
+        assert not any(one.values())
 
 
 def test_no_scale_is_stale(ranks: Ranks) -> None:

@@ -40,6 +40,7 @@ __all__ = [
     "tensor_bits",
     "tensor_graphs",
     "wire",
+    "written_by_replays",
     "work",
 ]
 
@@ -118,7 +119,7 @@ def wire(rank: int, recipe: str | Recipe, width: int, count: int = 3) -> dict[st
     return told
 
 
-def inference(rank: int, recipe: str | Recipe, width: int) -> dict[str, Any]:
+def inference(rank: int, recipe: str | Recipe, width: int, inference_mode: bool) -> dict[str, Any]:
     """Of a model that does not train: whether its output is that of unsharded weights, and the bytes that it gathers."""
     x, told = torch.randn(128, width, generator=torch.Generator().manual_seed(0)).to(device(), torch.bfloat16), {}
     for name in ("whole", "bf16", "fp8"):
@@ -131,7 +132,7 @@ def inference(rank: int, recipe: str | Recipe, width: int) -> dict[str, Any]:
         for block in shared:
             block.compile(backend="te", fullgraph=True, options=options)
             _ = name != "whole" and fully_shard(block, mesh=mesh())
-        with torch.no_grad(), count_wire() as counted:
+        with torch.inference_mode() if inference_mode else torch.no_grad(), count_wire() as counted:
             told[name] = shared(x), counted.total("all_gather")
     return {
         "same": all(torch.equal(told["whole"][0], output) for output, _ in told.values()),
@@ -460,6 +461,30 @@ def stale(rank: int) -> list[tuple[float, float]]:
         linear.reshard()
         scales.append((scale_inv * 448, linear.state_dict()["weight"].full_tensor().abs().max().item()))
     return scales
+
+
+def written_by_replays(rank: int, recipe: str | Recipe) -> list[int]:
+    """How many weights each cast is of: before a capture, in two of them, and behind their replays, which write to weights and raise no counter.
+    Whatever is gathered is the whole weight quantized as it is then."""
+    linears = nn.Sequential(*(nn.Linear(32, 256, bias=False) for _ in range(2))).to(device())
+    fp8_all_gather(linears, options={"recipe": recipe})
+    for linear in linears:
+        fully_shard(linear, mesh=mesh(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    with _counted(fp8_all_gather_weight, "quantize_several") as casts:
+        for capture in (0, 5, 5, 6, 0, 0, 0):
+            for linear in linears:
+                plain = linear.weight.to_local().plain
+                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(plain):
+                    plain.mul_(1 if capture == 5 else 3)
+            for linear in linears:
+                whole = linear.weight.full_tensor()
+                with mock.patch.object(fp8_all_gather_weight, "captured_into", lambda capture=capture: capture):
+                    linear.unshard()
+                wanted = WEIGHTS[linear].quantizer.quantize(getattr(whole, "plain", whole).to(torch.bfloat16)).buffers()
+                for one, other in zip(linear.weight.buffers(), wanted, strict=True):
+                    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), capture
+                linear.reshard()
+    return [len(call.args[0]) for call in casts.call_args_list]
 
 
 def in_any_order(rank: int, seed: int, recipe: str | Recipe) -> list[int]:
