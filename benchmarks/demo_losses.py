@@ -50,6 +50,8 @@ def rows_of(files: Sequence[Mapping[str, Any]]) -> list[Row]:
             raise ValueError(f"{run['name']}, seed {run['seed']}, was trained with other settings: {file['settings']}")
         by_recipe.setdefault(run["name"], {})[run["seed"]] = run
     reference = by_recipe.get("bf16") or by_recipe["fp32"]
+    if alone := set().union(*by_recipe.values()) - reference.keys():
+        raise ValueError(f"seeds {sorted(alone)} have no run in {next(iter(reference.values()))['name']}")
     rows = []
     for name, by_seed in sorted(by_recipe.items(), key=lambda item: item[1] is not reference):
         speeds = [run["tokens_per_second"] for run in by_seed.values()]

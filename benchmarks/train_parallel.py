@@ -395,6 +395,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     report.split_choices(parser, args, models=MODELS, layouts=LAYOUTS, providers=PROVIDERS)
+    if args.graphs and args.device != "cuda":
+        parser.error("--graphs needs GPUs")
     if args.quick:
         args.models, args.tokens, args.layers, args.rounds, args.steps = ["tiny"], "256", 2, 2, 1
     return args

@@ -205,7 +205,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         loss.backward()
         return loss.detach()
 
-    run = captured(step) if args.graph else step
+    run = captured(step) if args.graph and steps else step
     bar = tqdm(steps, f"{data.size()} x {args.tensor}", args.steps, initial=first, disable=dist.get_rank() > 0)
     for number in bar:
         (tokens,) = text.batches("train", 1, args.batch, args.seq + 1, seed=number)

@@ -34,7 +34,7 @@ def fp8_all_gather(model: nn.Module, *, options: Mapping[str, Any] | None = None
     These travel in the model's precision, and `explain` notes the reason: what a rule leaves, weights of another module than nn.Linear, those that
     two modules share, DTensors other than shards and replicas, N or K (of a DTensor's part) that the GEMMs do not take, recipes other than
     current scaling, 128x128 blocks, MXFP8 with weight_block_dims=2 and, in a model of which no parameter trains, `float8_rowwise`; blocks that
-    a shard cuts.
+    a shard cuts, rows that the ranks do not share evenly, and scales of a weight that each rank has whole.
 
     After `check_ranks` the ranks compare which weights travel how, and raise RanksDifferError together: every rank makes the call.
 

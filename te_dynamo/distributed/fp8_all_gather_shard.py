@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
+from te_dynamo.distributed.capture import captured_into
 from te_dynamo.quantized.tensor import from_buffers
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class ShardedWeight(torch.Tensor):
     weight: GatheredWeight
     base: torch.Tensor
     _made: Made | None = None
-    _scale_inv: torch.Tensor | None = None
+    _copied_scale: torch.Tensor | None = None
     """Whose value the whole weight's scale has: kept until the next one, since the copy is made on another stream than it."""
 
     @staticmethod
@@ -117,6 +118,7 @@ class ShardedWeight(torch.Tensor):
         written = list(_written(func, args, kwargs))
         for shard in written:  # below autograd an operator raises no counter
             torch.autograd.graph.increment_version(shard.base)
+            shard.weight.replayed |= captured_into() > 0
         return args[0] if written and result is plain_args[0] else result
 
     def fsdp_pre_all_gather(
@@ -126,22 +128,24 @@ class ShardedWeight(torch.Tensor):
         # Memory that is freed goes back to the stream it was made on, which another one's reads do not hold up.
         stream = None if self.device.type == "cpu" else torch.accelerator.current_stream(self.device)
         asked = Asked(outer_size, mesh.size(), mp_policy.param_dtype or self.dtype, stream)
-        if not self.is_made(asked):
+        capture = captured_into()
+        self.weight.replayed |= capture > 0
+        if not self.is_made(asked, capture):
             if not self.weight.travels(self.shape, asked):
                 return (_padded(self.plain.to(asked.dtype), asked),), (outer_size, None, None)
-            for shard, how, buffers in self.weight.quantize(self, asked, mesh):
-                shard._made = Made(shard.weight.state(), how, _given(buffers, how, shard.weight.quantizer))
+            for shard, how, buffers in self.weight.quantize(self, asked, mesh, capture):
+                shard._made = Made(shard.weight.state(capture), how, _given(buffers, how, shard.weight.quantizer))
         made = self._made
         assert made is not None
         made.gathers -= 1
-        self._made = made if made.gathers else None
+        self._made = made if made.gathers and (capture or not self.weight.replayed) else None
         return made.given
 
-    def is_made(self, asked: Asked) -> bool:
-        """Whether the codes of the values as they are now are there."""
-        if self._made is None or self.weight.may_be_written_unseen():
+    def is_made(self, asked: Asked, capture: int) -> bool:
+        """Whether the codes of the values as they are now are there, for the CUDA graph that this is captured into."""
+        if self._made is None or (self.weight.replayed and not capture):
             return False
-        return (self._made.state, self._made.asked) == (self.weight.state(), asked)
+        return (self._made.state, self._made.asked) == (self.weight.state(capture), asked)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -149,7 +153,7 @@ class ShardedWeight(torch.Tensor):
         """(the whole weight, tensors of its own that FSDP2 frees: none). With `out`, which lies in `outputs`, its scale is renewed where it is:
         Inductor's CUDA graphs take all of a weight to keep its address, and are captured again where it has another."""
         outer_size, codes_dtype, scale_inv = metadata
-        renewed, self._scale_inv = scale_inv is not self._scale_inv, scale_inv
+        renewed, self._copied_scale = scale_inv is not self._copied_scale, scale_inv
         if out is not None:
             if scale_inv is not None and renewed:
                 local_of(out)._scale_inv.data.copy_(scale_inv)  # backward may read it: no version is raised

@@ -44,7 +44,7 @@ class GatheredWeight:
         self._amaxes_in: Callable[[torch.dtype], tuple[torch.Tensor, ...]] | None = None  # fp32 [1] each, by dtype
         self._place = 0  # of its own one, that of the values in the state `_known`
         self._known: tuple[int, ...] | None = None
-        self._replayed = False  # whether a CUDA graph has gathers of it
+        self.replayed = False  # whether a CUDA graph gathers it or writes to it: then writes raise no counter
         WEIGHTS[module] = self
 
     def __deepcopy__(self, memo: Any) -> GatheredWeight:
@@ -61,9 +61,9 @@ class GatheredWeight:
             self.reason = f"it is {asked.dtype}; te.quantize takes bf16, fp16 and fp32"
         quantizer = self.quantizer
         if not self.reason and quantizer is not None and not quantizer.one_scale:
+            if size == asked.outer_size:
+                self.reason = "each rank has all of it, and FSDP2 takes no scales beside the codes then"
             block = quantizer.rows_of_a_scale()
-            if asked.ranks == 1:
-                self.reason = "FSDP2 of one rank takes no scales beside the codes"
             whole = math.lcm(asked.ranks * block, BLOCK if block > 1 else 1)
             differ = {1: "differ in size", BLOCK: f"end inside of blocks of {BLOCK}"}.get(
                 block, f"end inside of blocks of {block}, or of the {BLOCK} rows that scales are padded to"
@@ -73,48 +73,43 @@ class GatheredWeight:
         return not self.reason
 
     def quantize(
-        self, shard: ShardedWeight, asked: Asked, mesh: Any
+        self, shard: ShardedWeight, asked: Asked, mesh: Any, capture: int
     ) -> list[tuple[ShardedWeight, Asked, list[torch.Tensor]]]:
         """(a shard, how it is asked for, its [codes, scale_inv]): this one, and those that were gathered like it before and have no codes
         of their values now. One launch casts all, in every format: seven of a layer, one by one, take the CPU longer than FSDP2's own work.
 
-        Collective, where an amax is not known.
+        Collective, where an amax is not known. Where the optimizer may be in a CUDA graph, each gather outside of graphs casts one weight anew.
         """
         quantizer = self.quantizer
         assert quantizer is not None
         self._asked = asked
-        alone = self.may_be_written_unseen()
-        if quantizer.one_scale and (alone or self._known != self.state()):
-            self._reduce(mesh, shard.device, [self] if alone else self._weights)
-        together = [self, *(w for w in self._weights if not alone and w is not self and self._cast_alike(w, shard))]
+        alone = self.replayed and not capture
+        if quantizer.one_scale and (alone or self._known != self.state(capture)):
+            self._reduce(mesh, shard.device, [self] if alone else self._weights, capture)
+        others = [] if alone else [w for w in self._weights if w is not self and self._cast_alike(w, shard, capture)]
+        together = [self, *others]
         shards = [shard, *(weight._shard() for weight in together[1:])]
         amaxes = [self._amaxes_in(asked.dtype)[weight._place] for weight in together] if self._amaxes_in else []
         buffers = quantize_several([each.plain for each in shards], asked.dtype, quantizer.form(), amaxes)
         return list(zip(shards, [weight._asked for weight in together], buffers, strict=True))
 
-    def _cast_alike(self, other: GatheredWeight, shard: ShardedWeight) -> bool:
+    def _cast_alike(self, other: GatheredWeight, shard: ShardedWeight, capture: int) -> bool:
         """Whether another weight was gathered, has codes of its values no more, and can be cast in one launch with this one's shard."""
         if other._asked is None or other._asked[1:] != self._asked[1:] or other.quantizer != self.quantizer:
             return False
         values = other._shard()
         alike = (values.dtype, values.device) == (shard.dtype, shard.device)
-        known = not self._amaxes_in or (other._amaxes_in is self._amaxes_in and other._known == other.state())
-        return alike and known and not values.is_made(other._asked)
+        known = not self._amaxes_in or (other._amaxes_in is self._amaxes_in and other._known == other.state(capture))
+        return alike and known and not values.is_made(other._asked, capture)
 
-    def state(self) -> tuple[int, ...]:
+    def state(self, capture: int) -> tuple[int, ...]:
         """What a write to the values changes, by the parameter, its shard, a view of that or the plain tensor. Inductor's code raises the
-        parameter's counter alone. And the CUDA graph that is captured: its replays compare nothing, and have to make what they read."""
+        parameter's counter alone. And the CUDA graph that this is captured into."""
         parameter = self._parameter()
         shard = local_of(parameter)
-        capture = captured_into()
-        self._replayed |= capture > 0
         return parameter._version, shard.base._version, shard.plain._version, shard.plain.data_ptr(), capture
 
-    def may_be_written_unseen(self) -> bool:
-        """Whether the optimizer may be in a CUDA graph: its replays raise no counter. Then each gather outside of graphs casts anew, alone."""
-        return self._replayed and not captured_into()
-
-    def _reduce(self, mesh: Any, device: torch.device, weights: list[GatheredWeight]) -> None:
+    def _reduce(self, mesh: Any, device: torch.device, weights: list[GatheredWeight], capture: int) -> None:
         """Makes the amaxes of those weights known that are on this one's mesh."""
         own_mesh = self._parameter().device_mesh
         scaled = [w for w in weights if w.quantizer and w.quantizer.one_scale and not w.reason]
@@ -129,7 +124,7 @@ class GatheredWeight:
         # Rounding keeps the order of values, so that these are the amaxes of what was rounded.
         amaxes_in = functools.cache(lambda dtype: amaxes.to(dtype).float().split(1))
         for place, weight in enumerate(these):
-            weight._amaxes_in, weight._place, weight._known = amaxes_in, place, weight.state()
+            weight._amaxes_in, weight._place, weight._known = amaxes_in, place, weight.state(capture)
 
     def _shard(self) -> ShardedWeight:
         shard = local_of(self._parameter())
@@ -143,23 +138,6 @@ class GatheredWeight:
         if isinstance(local_of(parameter), ShardedWeight):
             self._sharded = parameter
         return self._sharded
-
-
-def captured_into() -> int:
-    """A number of the CUDA graph that the current stream is captured into, unique in the process; 0 where there is none.
-
-    Raises UnsupportedError where the driver does not tell.
-    """
-    if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
-        return 0
-    from cuda.bindings import driver
-
-    status, _, number, *_ = driver.cuStreamGetCaptureInfo(torch.cuda.current_stream().cuda_stream)
-    if int(status) != 0:
-        raise UnsupportedError(
-            f"te_dynamo: cuStreamGetCaptureInfo failed ({status!r}): a gather in FP8 cannot be captured"
-        )
-    return int(number)
 
 
 WEIGHTS: weakref.WeakKeyDictionary[nn.Module, GatheredWeight] = weakref.WeakKeyDictionary()

@@ -117,19 +117,19 @@ def test_bits_after_writes_and_gathers_in_any_order(ranks: Ranks, seed: int, rec
     assert first == second and max(first) > 1
 
 
+@pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCKS])
-def test_what_replays_of_cuda_graphs_write_is_seen(ranks: Ranks, recipe: str) -> None:
+def test_what_replays_of_cuda_graphs_write_is_seen(ranks: Ranks, recipe: str, gathers: bool) -> None:
     """A capture casts for itself, all at once. Behind it no codes are kept."""
-    assert ranks.run(fp8_bodies.written_by_replays, recipe) == [[1, 1, 2, 2, 1, 1, 1, 1, 1, 1]] * SIZE
+    casts = [1, 1, *([2, 2] if gathers else []), 1, 1, 1, 1, 1, 1]
+    assert ranks.run(fp8_bodies.written_by_replays, recipe, gathers) == [casts] * SIZE
 
 
-def test_one_rank_sends_no_scales(tmp_path: pathlib.Path) -> None:
+def test_ranks_that_have_the_whole_weight_send_no_scales(ranks: Ranks) -> None:
     """FSDP2 copies the first tensor alone there."""
-    with Ranks(tmp_path, size=1) as alone:
-        (one,) = alone.run(fp8_bodies.bits, BLOCKS, torch.float32, torch.bfloat16)
-        assert all(one.values())
-        (one,) = alone.run(fp8_bodies.bits, CURRENT, torch.float32, torch.bfloat16)
-        assert not any(one.values())
+    assert ranks.run(fp8_bodies.replicated, CURRENT) == [""] * SIZE
+    reason = "each rank has all of it, and FSDP2 takes no scales beside the codes then"
+    assert ranks.run(fp8_bodies.replicated, BLOCKS) == [reason] * SIZE
 
 
 def test_no_scale_is_stale(ranks: Ranks) -> None:
@@ -141,8 +141,10 @@ def test_no_scale_is_stale(ranks: Ranks) -> None:
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCKS, SQUARES, SQUARES_128])
 def test_a_step_casts_all_weights_at_once(ranks: Ranks, recipe: str | MXFP8BlockScaling) -> None:
     """As their amaxes are found. Backward gathers forward's codes; no gather asks a subclass's Python dispatch anything."""
-    step = {"amaxes": [3] if recipe == CURRENT else [], "casts": [3], "dispatches": 0}
-    assert ranks.run(fp8_bodies.work, recipe) == [[step, {"amaxes": [], "casts": [], "dispatches": 0}, step]] * SIZE
+    scales = 3 if recipe == CURRENT else 0
+    step = {"amaxes": [3] if scales else [], "casts": [3], "copied": scales, "dispatches": 0}
+    backward = {"amaxes": [], "casts": [], "copied": 0, "dispatches": 0}
+    assert ranks.run(fp8_bodies.work, recipe) == [[step, backward, step]] * SIZE
 
 
 @pytest.mark.slow

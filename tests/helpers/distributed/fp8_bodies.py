@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_dynamo
-from te_dynamo.distributed import fp8_all_gather, fp8_all_gather_weight
+from te_dynamo.distributed import fp8_all_gather, fp8_all_gather_shard, fp8_all_gather_weight
 from te_dynamo.distributed.fp8_all_gather_shard import ShardedWeight
 from te_dynamo.distributed.fp8_all_gather_weight import WEIGHTS
 from te_dynamo.errors import TeError
@@ -34,6 +35,7 @@ __all__ = [
     "reasons",
     "refused",
     "replayed",
+    "replicated",
     "save",
     "stale",
     "steps",
@@ -211,6 +213,22 @@ PLACEMENTS = {
 """Name -> (N, K), how two ranks of tensor parallelism share it."""
 
 
+def replicated(rank: int, recipe: str | Recipe) -> str:
+    """Why a weight that all ranks have whole travels as it is."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    linear = nn.Linear(32, 256, bias=False).to(device(), torch.bfloat16)
+    whole = linear.weight.detach().clone()
+    fp8_all_gather(linear, options={"recipe": recipe})
+    replicate(linear, mesh=mesh(names=("replicate",)))
+    linear.unshard()
+    gathered = linear.weight
+    assert torch.equal(gathered.dequantize() if WEIGHTS[linear].reason == "" else gathered, whole) == bool(
+        WEIGHTS[linear].reason
+    )
+    return WEIGHTS[linear].reason
+
+
 def tensor_bits(rank: int, recipe: str) -> dict[str, str]:
     """Two ranks have a part of each weight, which FSDP2 shares out: the gathered part is what its quantizer makes of it. Returns the reasons
     of those that are plain."""
@@ -255,8 +273,8 @@ def tensor_graphs(rank: int) -> dict[str, str]:
 
 
 def work(rank: int, recipe: str | Recipe) -> list[dict[str, Any]]:
-    """Of forward's gather, backward's and the next step's forward's: how many weights each search for amaxes and each cast is of, and calls
-    of the subclasses' Python dispatch."""
+    """Of forward's gather, backward's and the next step's forward's: how many weights each search for amaxes and each cast is of, how many
+    scales are copied, and calls of the subclasses' Python dispatch."""
     linears = nn.Sequential(*(nn.Linear(32, 256, bias=False) for _ in range(3))).to(device())
     fp8_all_gather(linears, options={"recipe": recipe})
     fully_shard(linears, mesh=mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -272,12 +290,22 @@ def work(rank: int, recipe: str | Recipe) -> list[dict[str, Any]]:
             _counted(fp8_all_gather_weight, "largest_magnitudes") as amaxes,
             _counted(ShardedWeight, "__torch_dispatch__") as of_shards,
             _counted(te_dynamo.QuantizedTensor, "__torch_dispatch__") as of_gathered,
+            _CopiedScales() as copied,
         ):
             linears.unshard()
         casts = [len(call.args[0]) for call in launches.call_args_list]
         found = [len(call.args[0]) for call in amaxes.call_args_list]
-        told.append({"amaxes": found, "casts": casts, "dispatches": of_shards.call_count + of_gathered.call_count})
+        dispatches = of_shards.call_count + of_gathered.call_count
+        told.append({"amaxes": found, "casts": casts, "copied": copied.count, "dispatches": dispatches})
     return told
+
+
+class _CopiedScales(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.copy_.default and args[0].shape == (1,)
+        return func(*args, **(kwargs or {}))
 
 
 def _counted(owner: Any, name: str) -> Any:
@@ -463,27 +491,32 @@ def stale(rank: int) -> list[tuple[float, float]]:
     return scales
 
 
-def written_by_replays(rank: int, recipe: str | Recipe) -> list[int]:
+def written_by_replays(rank: int, recipe: str | Recipe, gathers: bool) -> list[int]:
     """How many weights each cast is of: before a capture, in two of them, and behind their replays, which write to weights and raise no counter.
-    Whatever is gathered is the whole weight quantized as it is then."""
+    Whatever is gathered is the whole weight quantized as it is then. gathers: whether the graphs gather; else they write alone."""
     linears = nn.Sequential(*(nn.Linear(32, 256, bias=False) for _ in range(2))).to(device())
     fp8_all_gather(linears, options={"recipe": recipe})
     for linear in linears:
         fully_shard(linear, mesh=mesh(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     with _counted(fp8_all_gather_weight, "quantize_several") as casts:
         for capture in (0, 5, 5, 6, 0, 0, 0):
+            in_graph = mock.patch.object(fp8_all_gather_shard, "captured_into", lambda capture=capture: capture)
             for linear in linears:
                 plain = linear.weight.to_local().plain
                 with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(plain):
                     plain.mul_(1 if capture == 5 else 3)
-            for linear in linears:
+                if capture and not gathers:
+                    with torch.no_grad(), in_graph:
+                        linear.weight.mul_(1)
+            for linear in linears if gathers or not capture else ():
                 whole = linear.weight.full_tensor()
-                with mock.patch.object(fp8_all_gather_weight, "captured_into", lambda capture=capture: capture):
+                with in_graph:
                     linear.unshard()
                 wanted = WEIGHTS[linear].quantizer.quantize(getattr(whole, "plain", whole).to(torch.bfloat16)).buffers()
                 for one, other in zip(linear.weight.buffers(), wanted, strict=True):
                     assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), capture
                 linear.reshard()
+    assert all(WEIGHTS[linear]._shard()._made is None for linear in linears)
     return [len(call.args[0]) for call in casts.call_args_list]
 
 
