@@ -116,9 +116,10 @@ class ShardedWeight(torch.Tensor):
                 result = tree_map_only(torch.Tensor, lambda plain: ShardedWeight(plain, weight, base), result)
             return return_and_correct_aliasing(func, args, kwargs, result)
         written = list(_written(func, args, kwargs))
+        replayed = bool(written) and captured_into() > 0
         for shard in written:  # below autograd an operator raises no counter
             torch.autograd.graph.increment_version(shard.base)
-            shard.weight.replayed |= captured_into() > 0
+            shard.weight.replayed |= replayed
         return args[0] if written and result is plain_args[0] else result
 
     def fsdp_pre_all_gather(
@@ -138,14 +139,12 @@ class ShardedWeight(torch.Tensor):
         made = self._made
         assert made is not None
         made.gathers -= 1
-        self._made = made if made.gathers and (capture or not self.weight.replayed) else None
+        self._made = made if made.gathers and not self.weight.may_be_written_unseen(capture) else None
         return made.given
 
     def is_made(self, asked: Asked, capture: int) -> bool:
         """Whether the codes of the values as they are now are there, for the CUDA graph that this is captured into."""
-        if self._made is None or (self.weight.replayed and not capture):
-            return False
-        return (self._made.state, self._made.asked) == (self.weight.state(capture), asked)
+        return self._made is not None and (self._made.state, self._made.asked) == (self.weight.state(capture), asked)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None

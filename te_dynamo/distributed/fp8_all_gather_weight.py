@@ -61,14 +61,14 @@ class GatheredWeight:
             self.reason = f"it is {asked.dtype}; te.quantize takes bf16, fp16 and fp32"
         quantizer = self.quantizer
         if not self.reason and quantizer is not None and not quantizer.one_scale:
-            if size == asked.outer_size:
-                self.reason = "each rank has all of it, and FSDP2 takes no scales beside the codes then"
             block = quantizer.rows_of_a_scale()
             whole = math.lcm(asked.ranks * block, BLOCK if block > 1 else 1)
             differ = {1: "differ in size", BLOCK: f"end inside of blocks of {BLOCK}"}.get(
                 block, f"end inside of blocks of {block}, or of the {BLOCK} rows that scales are padded to"
             )
-            if n % whole:
+            if size == asked.outer_size:
+                self.reason = "each rank has all of it, and FSDP2 takes no scales beside the codes then"
+            elif n % whole:
                 self.reason = f"{asked.ranks} shards of its {n} rows {differ}: N has to be a multiple of {whole}"
         return not self.reason
 
@@ -83,7 +83,7 @@ class GatheredWeight:
         quantizer = self.quantizer
         assert quantizer is not None
         self._asked = asked
-        alone = self.replayed and not capture
+        alone = self.may_be_written_unseen(capture)
         if quantizer.one_scale and (alone or self._known != self.state(capture)):
             self._reduce(mesh, shard.device, [self] if alone else self._weights, capture)
         others = [] if alone else [w for w in self._weights if w is not self and self._cast_alike(w, shard, capture)]
@@ -97,6 +97,8 @@ class GatheredWeight:
         """Whether another weight was gathered, has codes of its values no more, and can be cast in one launch with this one's shard."""
         if other._asked is None or other._asked[1:] != self._asked[1:] or other.quantizer != self.quantizer:
             return False
+        if other.may_be_written_unseen(capture):
+            return False
         values = other._shard()
         alike = (values.dtype, values.device) == (shard.dtype, shard.device)
         known = not self._amaxes_in or (other._amaxes_in is self._amaxes_in and other._known == other.state(capture))
@@ -108,6 +110,10 @@ class GatheredWeight:
         parameter = self._parameter()
         shard = local_of(parameter)
         return parameter._version, shard.base._version, shard.plain._version, shard.plain.data_ptr(), capture
+
+    def may_be_written_unseen(self, capture: int) -> bool:
+        """Whether what is made of the values now may be stale at the next gather: replays write, and raise no counter."""
+        return self.replayed and not capture
 
     def _reduce(self, mesh: Any, device: torch.device, weights: list[GatheredWeight], capture: int) -> None:
         """Makes the amaxes of those weights known that are on this one's mesh."""

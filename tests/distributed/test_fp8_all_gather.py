@@ -125,6 +125,12 @@ def test_what_replays_of_cuda_graphs_write_is_seen(ranks: Ranks, recipe: str, ga
     assert ranks.run(fp8_bodies.written_by_replays, recipe, gathers) == [casts] * SIZE
 
 
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCKS])
+def test_a_weight_beside_a_graph_casts_none_of_it(ranks: Ranks, recipe: str) -> None:
+    """Its codes would be stale behind the next replay. The capture casts both, for it may gather both."""
+    assert ranks.run(fp8_bodies.beside_a_graph, recipe) == [[1, 1, 2, 1, 1, 1, 1]] * SIZE
+
+
 def test_ranks_that_have_the_whole_weight_send_no_scales(ranks: Ranks) -> None:
     """FSDP2 copies the first tensor alone there."""
     assert ranks.run(fp8_bodies.replicated, CURRENT) == [""] * SIZE

@@ -28,6 +28,7 @@ from te_dynamo.recipe import Recipe, as_recipe
 from te_dynamo.testing import count_wire
 
 __all__ = [
+    "beside_a_graph",
     "bits",
     "in_any_order",
     "inference",
@@ -222,11 +223,13 @@ def replicated(rank: int, recipe: str | Recipe) -> str:
     fp8_all_gather(linear, options={"recipe": recipe})
     replicate(linear, mesh=mesh(names=("replicate",)))
     linear.unshard()
-    gathered = linear.weight
-    assert torch.equal(gathered.dequantize() if WEIGHTS[linear].reason == "" else gathered, whole) == bool(
-        WEIGHTS[linear].reason
-    )
-    return WEIGHTS[linear].reason
+    of_linear, gathered = WEIGHTS[linear], linear.weight
+    if of_linear.reason:
+        assert torch.equal(gathered, whole)
+    else:
+        for one, other in zip(gathered.buffers(), of_linear.quantizer.quantize(whole).buffers(), strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return of_linear.reason
 
 
 def tensor_bits(rank: int, recipe: str) -> dict[str, str]:
@@ -500,24 +503,54 @@ def written_by_replays(rank: int, recipe: str | Recipe, gathers: bool) -> list[i
         fully_shard(linear, mesh=mesh(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     with _counted(fp8_all_gather_weight, "quantize_several") as casts:
         for capture in (0, 5, 5, 6, 0, 0, 0):
-            in_graph = mock.patch.object(fp8_all_gather_shard, "captured_into", lambda capture=capture: capture)
             for linear in linears:
-                plain = linear.weight.to_local().plain
-                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(plain):
-                    plain.mul_(1 if capture == 5 else 3)
+                _write_unseen(linear, 1 if capture == 5 else 3)
                 if capture and not gathers:
-                    with torch.no_grad(), in_graph:
+                    with torch.no_grad(), _capturing(capture):
                         linear.weight.mul_(1)
             for linear in linears if gathers or not capture else ():
-                whole = linear.weight.full_tensor()
-                with in_graph:
-                    linear.unshard()
-                wanted = WEIGHTS[linear].quantizer.quantize(getattr(whole, "plain", whole).to(torch.bfloat16)).buffers()
-                for one, other in zip(linear.weight.buffers(), wanted, strict=True):
-                    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), capture
-                linear.reshard()
+                _gather(linear, capture)
     assert all(WEIGHTS[linear]._shard()._made is None for linear in linears)
     return [len(call.args[0]) for call in casts.call_args_list]
+
+
+def beside_a_graph(rank: int, recipe: str | Recipe) -> list[int]:
+    """The same where a graph gathers and writes to one of two weights alone, and the other is gathered between."""
+    one, other = linears = nn.Sequential(*(nn.Linear(32, 256, bias=False) for _ in range(2))).to(device())
+    fp8_all_gather(linears, options={"recipe": recipe})
+    for linear in linears:
+        fully_shard(linear, mesh=mesh(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    with _counted(fp8_all_gather_weight, "quantize_several") as casts:
+        for linear, capture in ((one, 0), (other, 0), (one, 5)):
+            _gather(linear, capture)
+        for _ in range(2):
+            with torch.no_grad():
+                other.weight.mul_(2)
+            _gather(other)
+            _write_unseen(one, 3)
+            _gather(one)
+    return [len(call.args[0]) for call in casts.call_args_list]
+
+
+def _capturing(capture: int) -> Any:
+    return mock.patch.object(fp8_all_gather_shard, "captured_into", lambda: capture)
+
+
+def _write_unseen(linear: nn.Linear, factor: float) -> None:
+    plain = linear.weight.to_local().plain
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(plain):
+        plain.mul_(factor)
+
+
+def _gather(linear: nn.Linear, capture: int = 0) -> None:
+    """What is gathered is the whole weight quantized as it is now."""
+    whole = linear.weight.full_tensor()
+    with _capturing(capture):
+        linear.unshard()
+    wanted = WEIGHTS[linear].quantizer.quantize(getattr(whole, "plain", whole).to(torch.bfloat16)).buffers()
+    for one, other in zip(linear.weight.buffers(), wanted, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), capture
+    linear.reshard()
 
 
 def in_any_order(rank: int, seed: int, recipe: str | Recipe) -> list[int]:
