@@ -87,6 +87,13 @@ def scheme(browser, value):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
 
 
+def eventually(browser, condition):
+    """Listeners of sizes and color schemes run before the next frame, not before the command that changes one returns."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(browser, 10).until(lambda _: condition())
+
+
 def background(browser, selector):
     """The brightness that is seen at the middle of it, 0 to 255."""
     return browser.execute_script(
@@ -276,7 +283,7 @@ def test_the_graphs_have_a_height(opened, width):
     click(opened, "[data-tab=graphs]")
     for pane in opened.find_elements("css selector", ".panes figure"):
         assert pane.size["height"] > 300
-    assert opened.execute_script("return drawn.before.height()") > 300
+    eventually(opened, lambda: opened.execute_script("return drawn.before.height()") > 300)
     screenshot(opened, f"explain-graphs-{width}")
 
 
@@ -285,7 +292,9 @@ def test_the_graphs_have_a_height(opened, width):
 def test_it_fits(opened, tab, width):
     resize(opened, width, 844)
     click(opened, f"[data-tab={tab}]")
-    assert opened.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+    eventually(
+        opened, lambda: opened.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+    )
     assert text(opened, "h1").startswith("Logits") and opened.find_element("id", "head").is_displayed()
 
 
@@ -315,9 +324,9 @@ def test_pictures_of_the_tree_and_the_numbers(opened, width):
 def test_the_dark_page_is_dark(opened, tab, place):
     click(opened, f"[data-tab={tab}]")
     opened.find_element("css selector", place)
-    assert background(opened, place) > 200
+    eventually(opened, lambda: background(opened, place) > 200)
     scheme(opened, "dark")
-    assert background(opened, place) < 80
+    eventually(opened, lambda: background(opened, place) < 80)
     if tab == "graphs":
-        drawn = opened.execute_script("return drawn.after.nodes('.other').first().style('background-color')")
-        assert max(map(int, re.findall(r"\d+", drawn))) < 100
+        color = "return drawn.after.nodes('.other').first().style('background-color')"
+        eventually(opened, lambda: max(map(int, re.findall(r"\d+", opened.execute_script(color)))) < 100)
