@@ -6,6 +6,8 @@
 y is rounded to a dtype that is x's or another. Under autocast x is fp32, and what the product reads is bf16: so launch 1 writes y too, as
 that has half of x's bytes, and launch 2 is that of `quantize`. Where y is read in fp32 as well, both launches are as above.
 
+With one scale a row, or one for 1x128 of its values, launch 1 has all of a row and makes data and scale_inv itself.
+
 The fused form reads x twice and writes no bf16. `norm_rows_kernel` is launch 1 and the unfused kernel alike, with one block shape, so
 that the statistics are the same sum in the same order; the rest is elementwise in shared device functions (tiles/norms.py). Fused therefore
 equals unfused plus `quantize`, bit for bit, and with a residual an addition before it too: memory is passed over as often as
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 
+from te_dynamo.kernels.layouts.block import BLOCK, BlockForm
 from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.kernels.layouts.sizes import rows_and_columns
 from te_dynamo.kernels.produce.produce import NAMES
@@ -87,6 +90,13 @@ def _store_sum(x, residual, h, start, K, BLOCK: tl.constexpr):
     return total
 
 
+@triton.jit
+def store_row_scales(scale_inv, inverses, row, stride, K, SCALE_BLOCK: tl.constexpr):
+    """Column `row` of scale_inv [ceil(K/SCALE_BLOCK), stride]."""
+    blocks = tl.arange(0, inverses.shape[0])
+    tl.store(scale_inv + tl.cast(blocks, tl.int64) * stride + row, inverses, mask=blocks * SCALE_BLOCK < K)
+
+
 @writes("rstd", h="ADDS", y="STORES", mean="LAYER", partials="QUANTIZE", data="ROWWISE", scale_inv="ROWWISE")
 @triton.jit
 def norm_rows_kernel(
@@ -104,8 +114,9 @@ def norm_rows_kernel(
     rows_of_sample,
     weight_stride,
     bias_stride,
-    data,  # what by rows takes beside the others' arguments
+    data,  # what ROWWISE takes beside the others' arguments
     scale_inv,
+    scale_stride,
     EPS_NORM: tl.constexpr,  # not a float argument: Inductor would pass it as fp64
     ADDS: tl.constexpr,
     LAYER: tl.constexpr,
@@ -122,14 +133,20 @@ def norm_rows_kernel(
     FMAX: tl.constexpr,
     EPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):
     """h where a residual is added, statistics of every num_programs-th row, then what is asked for: y (STORES), the partial amax of y
-    (QUANTIZE; BY_COLUMNS a row of them), y with one scale a row (ROWWISE, of rows of ONE_BLOCK)."""
+    (QUANTIZE; BY_COLUMNS a row of them), y with one scale for 1xGROUP values (ROWWISE, of rows of ONE_BLOCK).
+
+    scale_inv: that of group g of row m at [g, m] of [ceil(K/SCALE_BLOCK), scale_stride], zeros past M.
+    """
     DTYPE: tl.constexpr = tl.bfloat16 if ROUNDED_TO == "bf16" else tl.float16 if ROUNDED_TO == "fp16" else tl.float32
     KEPT: tl.constexpr = y.dtype.element_ty if STORES else DTYPE
+    BLOCKS: tl.constexpr = BLOCK // SCALE_BLOCK
     bits = no_magnitudes(BLOCK, DTYPE)
     if ONE_BLOCK and not MODULATED:
         w, b = load_affine(weight, bias, 0, K, HAS_WEIGHT, HAS_BIAS, BLOCK)
@@ -187,11 +204,18 @@ def norm_rows_kernel(
             if QUANTIZE:
                 bits = tl.maximum(bits, magnitudes)
             if ROWWISE:
-                amax = fp32_bits(tl.max(magnitudes, axis=0), DTYPE).to(tl.float32, bitcast=True)
-                scale = scale_from_amax(amax, FMAX, EPS, POWER_OF_TWO, FLOAT32_MAX)
-                tl.store(scale_inv + row, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
-                codes = saturating_cast(result, scale, data.dtype.element_ty)
+                amaxes = fp32_bits(tl.max(tl.reshape(magnitudes, (BLOCKS, SCALE_BLOCK)), axis=1), DTYPE)
+                scales = scale_from_amax(amaxes.to(tl.float32, bitcast=True), FMAX, EPS, POWER_OF_TWO, LARGEST)
+                inverses = tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), scales)
+                store_row_scales(scale_inv, inverses, row, scale_stride, K, SCALE_BLOCK)
+                codes = saturating_cast(
+                    tl.reshape(result, (BLOCKS, SCALE_BLOCK)), scales[:, None], data.dtype.element_ty
+                )
+                codes = tl.reshape(codes, (BLOCK,))
                 tl.store(as_wide(data + row_start, x.dtype, start, BLOCK), codes, mask=columns < K)
+    if ROWWISE and tl.program_id(0) == 0:
+        for row in range(M, scale_stride):
+            store_row_scales(scale_inv, tl.zeros((BLOCKS,), tl.float32), row, scale_stride, K, SCALE_BLOCK)
     if BY_COLUMNS:
         columns = tl.arange(0, BLOCK)
         own = partials + tl.cast(tl.program_id(0), tl.int64) * K
@@ -314,13 +338,13 @@ def launch_rows(
     y: torch.Tensor | None = None,
     rounded_to: torch.dtype | None = None,
     quantizes: bool = False,
-    by_rows: RowForm | None = None,
+    by_rows: RowForm | BlockForm | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(h, mean, rstd, partials) of launch 1: it writes y if that is given, partial amaxes of y in the dtype `rounded_to` if it quantizes.
     h is x without a residual; a tensor stands in for what is not written.
 
-    by_rows: with one scale a row, into `buffers`; the partials are then those of each column, and of each program.
+    by_rows: with one scale a row, or for 1x128, into `buffers`; the partials are then those of each column, and of each program.
     """
     rows, columns = rows_and_columns(x.shape)
     h = x
@@ -335,7 +359,11 @@ def launch_rows(
     shape, dtype = ((programs, columns), rounded_to or h.dtype) if by_rows else ((count,), torch.float32)
     partials = torch.empty(shape, dtype=dtype, device=x.device) if quantizes else rstd
     of_rows = by_rows.constants() if by_rows else {"FMAX": 1.0, "EPS": 0.0, "POWER_OF_TWO": False}
+    of_rows |= {"LARGEST": FLOAT32_MAX.value, "SCALE_BLOCK": block}
+    if of_rows.pop("SCALING", ""):
+        of_rows |= {"LARGEST": torch.finfo(dtype).max, "SCALE_BLOCK": min(BLOCK, block)}
     held = buffers or {}
+    scale_inv = held.get("scale_inv", rstd)
     launch(
         norm_rows_kernel,
         (programs,),
@@ -350,7 +378,8 @@ def launch_rows(
         M=rows,
         K=columns,
         data=held.get("data", x),
-        scale_inv=held.get("scale_inv", rstd),
+        scale_inv=scale_inv,
+        scale_stride=scale_inv.shape[-1],
         EPS_NORM=eps,
         ADDS=residual is not None,
         ROUNDED_TO=NAMES[rounded_to or (h if y is None else y).dtype],

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from te_dynamo.kernels.layouts.block import BlockForm
 from te_dynamo.kernels.layouts.form import Form
 from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.kernels.layouts.sizes import rows_and_columns
@@ -39,7 +40,7 @@ def norm_quantize(
     dtype: of y, by default that of what is normed. quantized_dtype: what y is rounded to before it is quantized, by default dtype.
     """
     rounded_to = quantized_dtype or dtype
-    if isinstance(form, RowForm):
+    if isinstance(form, RowForm) or _rows_of_blocks(x, norm, form, residual):
         return _by_rows(x, norm, eps, form, keep_output, dtype, rounded_to, residual)
     halves = dtype in (torch.bfloat16, torch.float16) and quantized_dtype in (None, dtype)
     wide = max(t.element_size() for t in (x, residual) if t is not None) == 4
@@ -86,24 +87,34 @@ def norm_quantize(
     return [*([] if residual is None else [h]), *y, *statistics, *buffers.values()]
 
 
+def _held(x: torch.Tensor, norm: dict[str, Any], residual: torch.Tensor | None) -> tuple[bool, torch.dtype]:
+    """(whether a program of the row launch holds a row, the dtype of what is normed)."""
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    block, _ = row_block(x.shape[-1], dtype.itemsize, norm["LAYER"])
+    return x.shape[-1] <= block, dtype
+
+
+def _rows_of_blocks(x: torch.Tensor, norm: dict[str, Any], form: Form, residual: torch.Tensor | None) -> bool:
+    """Whether scales are for 1x128 values of rows alone, as in inference, and the launch of the statistics makes them too."""
+    return isinstance(form, BlockForm) and not form.two_d and not form.columnwise and _held(x, norm, residual)[0]
+
+
 def _by_rows(
     x: torch.Tensor,
     norm: dict[str, Any],
     eps: float,
-    form: RowForm,
+    form: RowForm | BlockForm,
     keep_output: bool,
     dtype: torch.dtype | None,
     rounded_to: torch.dtype | None,
     residual: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """`norm_quantize` with one scale a row: rows in the launch of their statistics, columns in another.
+    """`norm_quantize` with one scale a row, or for 1x128: rows in the launch of their statistics, columns in another.
 
     A row longer than a program holds is written, and quantized from there.
     """
     rows, columns = rows_and_columns(x.shape)
-    of_h = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    block, _ = row_block(columns, of_h.itemsize, norm["LAYER"])
-    holds = columns <= block
+    holds, of_h = _held(x, norm, residual)
     y = torch.empty_like(x, dtype=dtype or of_h) if keep_output or not holds else None
     given: dict[str, Any] = {"residual": residual, "y": y}
     if holds:

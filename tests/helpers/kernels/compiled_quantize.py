@@ -21,12 +21,13 @@ POINTERS = {f"{name}partials" for name in ("", "second_")} | {"sums", "dbias", "
 FP8 = {f"{name}{codes}" for name in ("", "second_") for codes in ("data", "transpose")}
 
 SIZES = {"G", "M", "K", "SIZE", "a_stride", "b_stride", "c_stride", "weight_stride", "bias_stride", "rows_of_sample"}
-SIZES |= {"other", *(f"SIZE_{i}" for i in range(MOST_TENSORS))}
+SIZES |= {"other", "scale_stride", *(f"SIZE_{i}" for i in range(MOST_TENSORS))}
 SIZES |= {f"{name}_{i}" for name in ("SIDE", "COUNT") for i in range(MOST_SEGMENTS)}
 POINTERS |= {f"partials{i}" for i in range(MOST_SEGMENTS)}
 
 
 NOT_BY_ROWS = {"BY_COLUMNS": False, "ROWWISE": False, "FMAX": 448.0, "EPS": 0.0, "POWER_OF_TWO": False}
+NOT_BY_ROWS |= {"LARGEST": 3.4028234663852886e38, "SCALE_BLOCK": 32}
 """Of the kernel of a norm's rows, where it quantizes with one scale a tensor, or not at all."""
 
 

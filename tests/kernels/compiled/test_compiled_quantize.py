@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.backends.compiler import GPUTarget
 
 from te_dynamo.kernels.activation import activation, gated, gated_halves
+from te_dynamo.kernels.layouts.block import BlockForm
 from te_dynamo.kernels.layouts.tensor import TensorForm
 from te_dynamo.kernels.norm import kernels as norm_kernels
 from te_dynamo.kernels.norm import norm
@@ -197,16 +198,18 @@ def test_fused_and_unfused_norm_add_up_in_the_same_order(columns, dtype, weight,
     flags = {"LAYER": layer, "HAS_WEIGHT": True, "HAS_BIAS": layer, "CAST_BEFORE_WEIGHT": not layer}
     flags |= {"ZERO_CENTERED": False, "EPS_NORM": 1e-5, "ONE_BLOCK": columns <= block, "BLOCK": block}
     flags |= {"PARTIALS": 1024, "ADDS": False, "MODULATED": False, **NOT_BY_ROWS}
-    # The result's dtype, whether it is stored, whether it is quantized, and whether by rows.
+    # The result's dtype, whether it is stored, whether it is quantized, and the values of a row's scale.
     forms: list[tuple] = [(to, True, False), (to, dtype != to, True)]
-    forms += [(to, False, True, columns <= block)]
+    forms += [(to, False, True, group) for group in (block, 128) if columns <= block]
     if dtype != to:  # what reads the norm in its own dtype too has the statistics of the norm that gives nothing else
         forms += [(dtype, True, False), (to, False, True)]
     forms += [(to, False, False)]  # its statistics alone, of which blocks are made
     layouts, contractions = [], []
-    for rounded_to, stores, quantizes, *by_rows in forms:
+    for rounded_to, stores, quantizes, *groups in forms:
         launched = {**flags, "ROUNDED_TO": rounded_to, "STORES": stores, "QUANTIZE": quantizes}
-        launched |= dict.fromkeys(("BY_COLUMNS", "ROWWISE"), any(by_rows))
+        if groups:
+            by_columns = groups[0] == block
+            launched |= {"SCALE_BLOCK": groups[0], "ROWWISE": True, "BY_COLUMNS": by_columns, "QUANTIZE": by_columns}
         compiled = compile_kernel(norm_kernels.norm_rows_kernel, launched, warps, dtype, weight, y=rounded_to)
         layouts.append(reduction_layouts(compiled))
         contractions.append(compiled.asm["ptx"].count("fma.rn.f32"))
@@ -246,6 +249,11 @@ LAUNCHERS = {
         lambda x, w, b: norm.layer_norm_quantize(x, w, b, 1e-5, FORM, True),
         [(8, 128), (128,), (128,)],
         [["mean", "rstd", "partials"], ["y", "data", "transpose", "scale_inv"]],
+    ),
+    "rms_norm_quantize, rows of 1x128": (
+        lambda x, w: norm.rms_norm_quantize(x, w, 1e-5, True, False, BlockForm(E4M3, True, False, False), False),
+        [(8, 128), (128,)],
+        [["rstd", "data", "scale_inv"]],
     ),
     "activation": (lambda x: activation.activation(x, "gelu"), [(8, 128)], [["y"]]),
     "activation_backward_quantize": (
