@@ -20,7 +20,7 @@ from te_dynamo.passes.torch_ir.match.cost import linear_cost_reason, linear_time
 from te_dynamo.rates import Rates, published
 from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 
-LINEARS = ((4096, 4096), (14336, 4096), (1024, 4096))
+LINEARS = ((28672, 8192), (14336, 4096), (4096, 14336), (4096, 4096), (2048, 2048), (4096, 1024), (1024, 1024))
 MODES = {"forward": ("fprop",), "training": ("fprop", "dgrad", "wgrad")}
 RECIPES = {
     "current": Float8CurrentScaling(),

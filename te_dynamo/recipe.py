@@ -121,7 +121,7 @@ class Float8CurrentScaling(_OneQuantizer):
 
     fprop_fast_accum, dgrad_fast_accum, wgrad_fast_accum: whether that GEMM may keep its sum in the tensor core's own
         reduced-precision accumulator (fast) or adds up in fp32 after every 128 products (slow). Hopper's keeps fewer bits than
-        fp32 and truncates: all three GEMMs are slow by default, for 1 to 3% of a step's speed. Transformer Engine and torchao
+        fp32 and truncates: all three GEMMs are slow by default, for 4 to 8% of a step (forward alone: 1 to 3%). Transformer Engine and torchao
         are fast in forward: fprop_fast_accum=True gives their numbers (docs/accuracy.md has losses of both).
     backward_format: of gradients, "e5m2" or "e4m3". Inputs and weights are e4m3: FP8 tensor cores do not multiply e5m2 by e5m2.
     power_of_two_scales: round each scale down to a power of two.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -114,7 +114,9 @@ class _MadeOf(TorchDispatchMode):
         self._from_parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         if isinstance(target, nn.Module):
             self._from_parameters.update({buffer: False for buffer in target.buffers()})
-            self._from_parameters.update({parameter: True for parameter in target.parameters()})
+            self._from_parameters.update(
+                {part: True for parameter in target.parameters() for part in _parts(parameter)}
+            )
 
     def is_weight(self, tensor: Tensor) -> bool:
         return isinstance(tensor, nn.Parameter) or bool(self._from_parameters.get(tensor))
@@ -151,6 +153,14 @@ class _MadeOf(TorchDispatchMode):
                 if isinstance(leaf, Tensor) and leaf not in self._from_parameters:
                     self._from_parameters[leaf] = from_parameters
         return result
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """It, and the tensors of which a subclass is made: torchao's weights dequantize to what is made of these."""
+    yield tensor
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -33,3 +34,12 @@ def test_a_product_is_of_the_innermost_module_that_runs() -> None:
     model = _Siblings()
     assert count_matrix_flops(model, (torch.randn(2, 8),), {}).by_weight == {"linear": 2 * 2 * 8 * 4}
     assert count_matrix_flops(lambda x: model(x), (torch.randn(2, 8),), {}).by_weight == {"linear": 2 * 2 * 8 * 4}
+
+
+def test_a_weight_of_torchao_is_a_weight() -> None:
+    """torchao multiplies by what it dequantizes from the tensors inside."""
+    ao = pytest.importorskip("torchao.quantization")
+    model = nn.Linear(128, 64, bias=False).requires_grad_(False)
+    model.weight = nn.Parameter(ao.Float8Tensor.from_hp(model.weight), requires_grad=False)
+    found = count_matrix_flops(model, (torch.randn(2, 128),), {})
+    assert (found.by_weight, found.activations) == ({"": 2 * 2 * 64 * 128}, 0)

@@ -53,7 +53,7 @@ def save_checkpoint(
     if form is None and record is None:
         raise CheckpointError("save_checkpoint: the model came from no file: form= names the one to write")
     if any(folder.glob("*.safetensors")):
-        raise CheckpointError(f"save_checkpoint: {folder} has a checkpoint already")
+        raise CheckpointError(f"save_checkpoint: {folder} has a checkpoint already: name another folder, or delete it")
     record = record or Record()
     target = form_of(record.quantization) if form is None else form_named(form)
     options = None

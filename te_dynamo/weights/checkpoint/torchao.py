@@ -44,7 +44,9 @@ def _kind(cls: str, fields: Mapping[str, Any], shape: tuple[int, ...], name: str
     if cls == "MXTensor":
         elements = {("float8_e4m3fn", 32): "mxfp8", ("float4_e2m1fn_x2", 32): "mxfp4"}
         return named_kind("(elem_dtype, block_size)", (fields["elem_dtype"], fields["block_size"]), elements)
-    return named_kind("the tensor class", cls, {"NVFP4Tensor": "nvfp4"})
+    if cls == "NVFP4Tensor":
+        return "nvfp4"
+    raise CheckpointError(f"the tensor class {cls!r} is not known; known are 'Float8Tensor', 'MXTensor', 'NVFP4Tensor'")
 
 
 def is_torchao(tensor: Any) -> bool:

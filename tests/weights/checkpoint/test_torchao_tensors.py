@@ -109,6 +109,10 @@ def test_what_is_not_read_stays_with_its_reason() -> None:
     assert first.reason.startswith(
         "its weight is a Float8Tensor of torchao: 'Float8Tensor' is torch.float8_e5m2; row has torch.float8_e4m3fn"
     )
+    integers = nn.Sequential(nn.Linear(256, 64)).bfloat16()
+    ao.quantize_(integers, ao.Int8WeightOnlyConfig())
+    (row,) = te_dynamo.explain(integers, X).linears
+    assert row.reason.endswith("is not known; known are 'Float8Tensor', 'MXTensor', 'NVFP4Tensor'")
     with pytest.warns(UserWarning, match="linears of torchao are in the model"):
         compiled(converted(columns))(X)
     model = converted(KINDS["row"][1])
