@@ -263,6 +263,14 @@ def test_a_row_of_length_one_times_the_root_of_its_length_is_an_rms_norm(norm, d
     assert compiled.reasons("rms_norm") == [""] and "normalize" not in compiled.text()
 
 
+@pytest.mark.parametrize("eps", [1e-6, 1, 20.0, -1.0])
+def test_a_row_as_short_as_its_least_length_is_no_rms_norms(eps):
+    """F.normalize divides by the length or by eps, a norm by the root of the sum of both."""
+    x = F.normalize(torch.randn(4, 32), dim=-1) * abs(eps) * torch.tensor([[0.1], [1.0], [2.0], [100.0]])
+    compiled = Matched(lambda x: F.linear(F.normalize(x, dim=-1, eps=eps) * 32**0.5, WEIGHT))
+    torch.testing.assert_close(compiled(x), F.linear(F.normalize(x, dim=-1, eps=eps) * 32**0.5, WEIGHT))
+
+
 def test_torch_norms():
     def forward(x, w, b):
         h = F.linear(F.layer_norm(x, (32,), w, b), weight)

@@ -152,7 +152,7 @@ def _read_root(node: fx.Node) -> _Root | None:
 def _on_the_sphere(node: fx.Node) -> _Root | None:
     """sqrt(N) * f / |f|, whose |f| is at least an eps; None of any other node.
 
-    te.rms_norm adds the eps, and so differs where |f| is about as small: 1e-12, and zeros stay zeros.
+    te.rms_norm adds the eps, and so differs where |f| is about as small: no row is as short as 1e-12, and zeros stay zeros.
     """
     given = arguments(node, "input", "p", "dim", "eps") if calls(node, {F.normalize}) else None
     f: Any = (given or {}).get("input")
@@ -161,7 +161,7 @@ def _on_the_sphere(node: fx.Node) -> _Root | None:
         return None
     length, (scale,) = fixed(value.shape[-1]), [o for o in _operands(product) if o is not node] or [None]
     eps, last = given.get("eps", 1e-12), given.get("dim", 1) in (-1, value.dim() - 1)
-    if not (last and length and isinstance(eps, float) and isinstance(scale, (int, float))):
+    if not (last and length and isinstance(eps, float) and 0 <= eps <= 1e-12 and isinstance(scale, (int, float))):
         return None
     if not math.isclose(scale, math.sqrt(length), rel_tol=1e-6):
         return None
