@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import te_dynamo
-from te_dynamo.errors import InputError, UnsupportedError
+from te_dynamo.errors import InputError, InvalidOptionError, UnsupportedError
 
 RECIPES = ["float8_current_scaling", "float8_rowwise", "float8_block_scaling", "mxfp8", "nvfp4"]
 ROWS = ({0: torch.export.Dim.DYNAMIC},)
@@ -295,6 +295,14 @@ def test_kernels_that_no_package_has_are_named(tmp_path: Path) -> None:
         te_dynamo.export(*given, kernels="triton", path=path)
     with pytest.raises(InputError, match=r"go into a package: give its path"):
         te_dynamo.export(*given, kernels="triton")
+    for wrong, message in (
+        ({"path": tmp_path}, r'path is of a package and ends in "\.pt2"'),
+        ({"inductor": {"max_autotune": True}}, r"inductor= is of the package: give its path"),
+    ):
+        with pytest.raises(InputError, match=message):
+            te_dynamo.export(*given, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidOptionError, match="unknown option 'max_autotone'"):
+        te_dynamo.export(*given, path=path, inductor={"max_autotone": True})
     with pytest.raises(InputError, match=r"kernels is 'torch' or 'triton', got 'gluon'"):
         te_dynamo.export(*given, kernels="gluon", path=path)  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_dynamo.errors import CheckpointError
+from te_dynamo.errors import CheckpointError, InvalidOptionError
 from te_dynamo.weights.checkpoint.files import Files, progress
 from te_dynamo.weights.checkpoint.form import Stored
 from te_dynamo.weights.checkpoint.forms import form_named, read_config
@@ -72,6 +72,10 @@ def register_in_transformers(*methods: str) -> None:
 def _fill(
     model: nn.Module, made: Plan, tensors: Mapping[str, Tensor], record: Record, dtype: torch.dtype | None
 ) -> nn.Module:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise InvalidOptionError(
+            f"te_dynamo: dtype is a floating one of 16 bits or more, as torch.bfloat16, got {dtype!r}"
+        )
     steps: list[tuple[Place, Any]] = [*made.stored, *made.plain]
     with torch.no_grad(), torch.inference_mode(False), progress() as bar:
         for place, what in bar.track(steps, description="loading"):

@@ -10,7 +10,7 @@ from helpers.weights.checkpoint_files import FILES, K, N, gpt_oss, net, scales, 
 from torch import nn
 
 import te_dynamo
-from te_dynamo.errors import CheckpointError
+from te_dynamo.errors import CheckpointError, InvalidOptionError
 from te_dynamo.weights.checkpoint.files import Files
 from te_dynamo.weights.checkpoint.record import stored_of
 
@@ -100,6 +100,11 @@ def test_dtype_and_a_model_on_meta(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     assert model(X.half()).isfinite().all()
+    for wrong in (torch.int8, torch.float8_e4m3fn, "bf16"):
+        model = net()
+        with pytest.raises(InvalidOptionError, match="dtype is a floating one of 16 bits or more"):
+            te_dynamo.load_checkpoint(model, tmp_path, dtype=wrong)  # type: ignore[arg-type]
+        assert type(model.mlp[0].weight) is nn.Parameter
 
 
 def test_a_buffer_that_no_file_has(tmp_path: Path) -> None:
