@@ -119,12 +119,19 @@ def test_a_buffer_that_no_file_has(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = net()
         model.rotary = Rotary()
-    with pytest.raises(CheckpointError, match="buffers of 'rotary' are on meta, and no file has them"):
+        # Beside parameters, as in Gemma's embeddings.
+        model.norm.register_buffer("scale", torch.ones(()), persistent=False)
+    with pytest.raises(CheckpointError, match="buffers of 'norm' are on meta, and no file has them"):
         te_dynamo.load_checkpoint(model, folder)
     assert model.norm.weight.is_meta
-    model._init_weights = lambda module: module.frequencies.copy_(torch.arange(4.0))
+    model._init_weights = lambda module: [
+        getattr(module, name).copy_(torch.arange(4.0) if name == "frequencies" else torch.tensor(3.0))
+        for name in ("weight", "bias", "scale", "frequencies")
+        if hasattr(module, name)
+    ]
     te_dynamo.load_checkpoint(model, folder)
-    assert torch.equal(model.rotary.frequencies, torch.arange(4.0))
+    assert torch.equal(model.rotary.frequencies, torch.arange(4.0)) and model.norm.scale == 3
+    assert torch.equal(model.norm.weight, te_dynamo.load_checkpoint(net(), folder).norm.weight)
 
 
 def test_a_parameter_stays_who_it_is(tmp_path: Path) -> None:
