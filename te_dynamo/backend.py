@@ -65,7 +65,7 @@ from te_dynamo.passes.torch_ir.match import match
 from te_dynamo.passes.torch_ir.match.cost import LEFT_FOR_COST
 from te_dynamo.passes.torch_ir.match.mutation import facts_known
 from te_dynamo.passes.torch_ir.match.root import compiled_model
-from te_dynamo.passes.torch_ir.match.where import module_path, source_line
+from te_dynamo.passes.torch_ir.match.where import linear_path, source_line
 from te_dynamo.passes.torch_ir.operation_fusions import fuse_operations
 from te_dynamo.passes.torch_ir.quantized_weights import read_buffers
 from te_dynamo.passes.torch_ir.workspaces import use_workspaces
@@ -240,13 +240,14 @@ def exported_graph(gm: GraphModule, model: Module, options: Options, report: Rep
     with facts_known(gm):
         match(gm, options.in_model(model), report, inputs)
         read_buffers(gm)
+        for node in _nodes(gm):
+            if is_te(node.target) and "grouped" in str(node.target):
+                path, _ = linear_path(node, node.args[1])
+                raise UnsupportedError(
+                    f"te_dynamo.export: experts ({path!r}, {source_line(node)}) are multiplied in groups, which no exported graph holds: leave "
+                    f"them in the model's precision by rules=[({path!r}, None)]"
+                )
         supplied = use_workspaces(gm, inputs, True, report)
-    for node in _nodes(gm):
-        if is_te(node.target) and "grouped" in str(node.target):
-            raise UnsupportedError(
-                f"te_dynamo.export: experts ({module_path(node)!r}, {source_line(node)}) are multiplied by groups whose sizes are data, which no "
-                "exported graph holds: leave them in the model's precision by rules=[(path, None)]"
-            )
     report.workspaces = [dataclasses.replace(record, kept="in the program") for record in report.workspaces]
     workspaces = [] if supplied is None else supplied.workspaces
     in_exports_form(gm, values, [buffer for made in make_buffers(workspaces, inputs) for buffer in made.values()])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from te_dynamo.errors import InputError, TeError, UnsupportedError
-from te_dynamo.options import OWN, UNSET, Options, names_near_keywords
+from te_dynamo.options import OWN, UNSET, Options, inductors_own, names_near_keywords
 from te_dynamo.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def compile(
     from te_dynamo.inspect.required_coverage import hold_coverage
     from te_dynamo.passes.dialect.fuser import check_choice
 
-    given = locals() | {"rules": list(rules)}
+    given = locals()
     own = {name: given[name] for name in OWN if given[name] is not UNSET}
-    parsed = Options.parse({**(inductor or {}), **own}, mode)
+    parsed = Options.parse({**inductors_own(inductor), **own}, mode)
     check_choice(parsed.fusions)
     # torch takes a mode or options: the mode's are among them now.
     compiled = torch.compile(
@@ -160,8 +160,9 @@ def export(
     Activations are quantized with the bits that a compiled model's have; torch's products are torch._scaled_mm, of blocks, MXFP8 and NVFP4 of
     dequantized codes.
 
-    Raises InputError for a model in training mode and for kernels that there are not, UnsupportedError for what torch.export does not trace,
-    DTensors, a mixture's experts, and a package of Triton kernels for a device that runs none.
+    Raises InputError for a model in training mode, for kernels that there are not, and for a path that does not end in ".pt2", InvalidOptionError
+    for options that are not Inductor's, UnsupportedError for what torch.export does not trace, DTensors, a mixture's experts, and a package of
+    Triton kernels for a device that runs none.
     """
     from te_dynamo.backend import package_of_kernels
     from te_dynamo.dialect.define import leaving
@@ -172,16 +173,16 @@ def export(
     target, given = unwrap(model)
     options = Options.parse(options_and_mode(given, None, None, recipe, rules))
     _check_leaves(target, args, kwargs)
-    _check_kernels(kernels, path)
+    _check_package(kernels, path, inductor)
     token = leaving.set(True)
     try:
         ours, report = _program(target, (args, dict(kwargs or {}), dynamic_shapes), options)
         program, written = ours.run_decompositions(decompositions()), None
         if kernels == "triton":
-            written = package_of_kernels(ours, str(path), options, report, inductor or {})
+            written = package_of_kernels(ours, str(path), options, report, inductors_own(inductor))
         elif path is not None:
             # Casts round, as they do where each operation runs by itself.
-            chosen = {"emulate_precision_casts": True, **dict(options.inductor), **(inductor or {})}
+            chosen = {"emulate_precision_casts": True, **dict(options.inductor), **inductors_own(inductor)}
             written = torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=chosen)
     finally:
         leaving.reset(token)
@@ -217,13 +218,18 @@ def _trace(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> tor
         ) from error
 
 
-def _check_kernels(kernels: str, path: Any) -> None:
+def _check_package(kernels: str, path: Any, inductor: Mapping[str, Any] | None) -> None:
+    inductors_own(inductor)
     if kernels not in ("torch", "triton"):
         raise InputError(f"te_dynamo.export: kernels is 'torch' or 'triton', got {kernels!r}")
     if kernels == "triton" and path is None:
         raise InputError(
             "te_dynamo.export: Triton kernels go into a package: give its path, or leave kernels='triton' out"
         )
+    if inductor and path is None:
+        raise InputError("te_dynamo.export: inductor= is of the package: give its path, or leave inductor= out")
+    if path is not None and not str(path).endswith(".pt2"):
+        raise InputError(f'te_dynamo.export: path is of a package and ends in ".pt2", got {path!r}')
 
 
 def _check_leaves(model: Any, args: Any, kwargs: Any) -> None:

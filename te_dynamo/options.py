@@ -22,7 +22,7 @@ from te_dynamo.recipe import Recipe
 from te_dynamo.rules.places import check, expression, has_places, lists_of
 from te_dynamo.user_code import paths_of
 
-__all__ = ["UNSET", "Options", "names_near_keywords"]
+__all__ = ["UNSET", "Options", "flag", "inductors_own", "names_near_keywords", "share"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -180,15 +180,15 @@ def _fusions(value: Any) -> bool | tuple[str, ...]:
     return tuple(value)
 
 
-def _flag(name: str, value: Any) -> bool:
+def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidOptionError(f"te_dynamo: option {name!r} takes True or False, got {value!r}")
     return value
 
 
-def _share(value: Any) -> float:
+def share(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise InvalidOptionError(f"te_dynamo: option 'require_coverage' takes a share from 0 to 1, got {value!r}")
+        raise InvalidOptionError(f"te_dynamo: {name} takes a share from 0 to 1, got {value!r}")
     return float(value)
 
 
@@ -206,7 +206,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "recipe": recipes.as_recipe,
     "rules": _rules,
     "fusions": _fusions,
-    "require_coverage": _share,
+    "require_coverage": functools.partial(share, "option 'require_coverage'"),
     "sm_margin": _margin,
 }
 """Of the options that more is asked of than to be a flag, or one of a few words."""
@@ -218,7 +218,7 @@ def _checked(name: str, value: Any) -> Any:
     if name in _CHECKS:
         return _CHECKS[name](value)
     if wanted is bool:
-        return _flag(name, value)
+        return flag(name, value)
     if not _is_of(wanted, value):
         raise InvalidOptionError.unknown(name, value, _choices(wanted))
     return value
@@ -228,6 +228,15 @@ def _choices(wanted: Any) -> list[Any]:
     """The values of a Literal, or of one that may be None."""
     parts = [wanted] if get_origin(wanted) is Literal else get_args(wanted)
     return [choice for part in parts for choice in get_args(part) or (None,)]
+
+
+def inductors_own(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`options` of Inductor's, checked. Raises InvalidOptionError for one of ours, which has a keyword, and for one that nobody knows."""
+    if ours := sorted({*(options or {})} & {*OWN}):
+        raise InvalidOptionError(
+            f"te_dynamo: inductor= takes options of Inductor's own; {ours[0]!r} is a keyword beside it"
+        )
+    return _inductor_options(options or {}, None)
 
 
 def _inductor_options(options: Mapping[str, Any], mode: str | None) -> dict[str, Any]:

@@ -38,8 +38,9 @@ def in_dynamos_form(gm: fx.GraphModule, values: Mapping[str, Any]) -> list[Any]:
         node for node in gm.graph.find_nodes(op="get_attr") if node.target in values
     ]  # others are bodies and constants
     for node in reversed(read):
+        kind = "parameters" if isinstance(values[node.target], nn.Parameter) else "buffers"
         with gm.graph.inserting_before(None):
-            placeholder = gm.graph.placeholder(node.name)
+            placeholder = gm.graph.placeholder(f"_{kind}_{node.name}")  # Dynamo's name says what a value is made of
         placeholder.meta = node.meta | {_ATTRIBUTE: node.target, SOURCE: SimpleNamespace(name=node.target)}
         node.replace_all_uses_with(placeholder)
         gm.graph.erase_node(node)

@@ -94,6 +94,10 @@ def compare_recipes(
     given = options_and_mode(own, options, mode, rules=rules)
     if recipes is None:
         recipes = names()
+    if isinstance(recipes, (str, Recipe)):
+        raise InvalidOptionError(
+            f"te_dynamo.compare_recipes: expected recipes=[...], got {recipes!r}; te_dynamo.compare measures one"
+        )
     if not recipes:
         raise InvalidOptionError("te_dynamo.compare_recipes: expected recipes, got none")
     each = [{**given, "recipe": recipe} for recipe in recipes]
@@ -107,8 +111,12 @@ def _batches(
         raise InputError(f"te_dynamo.compare: steps must be 1 or more, got {steps!r}")
     if batches is None:
         return [(args, kwargs)] * steps
-    if args or kwargs:
-        raise InputError("te_dynamo.compare: expected the model's arguments or batches, got both")
+    if args or kwargs or steps > 1:
+        raise InputError("te_dynamo.compare: expected the model's arguments and steps, or batches, got both")
+    if isinstance(batches, (Tensor, Mapping, str)):
+        raise InputError(
+            f"te_dynamo.compare: batches is a list with what each step is called with, got a {type(batches).__name__}"
+        )
     found: list[Batch] = []
     for batch in batches:
         if isinstance(batch, Mapping):

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from te_dynamo.accuracy.rows import LinearAccuracy
+from te_dynamo.errors import InputError
 
 __all__ = ["suggested_modules"]
 
@@ -22,6 +23,8 @@ def suggested_modules(
     min_snr: None takes 6 dB below the median of all linears. What a module gains is what it lacks to it.
     max_layers: None takes all.
     """
+    if max_layers is not None and (not isinstance(max_layers, int) or max_layers < 0):
+        raise InputError(f"te_dynamo: max_layers is a number of modules, got {max_layers!r}")
     modules: dict[str, list[LinearAccuracy]] = {}
     for row in rows:
         if row.module:

@@ -26,7 +26,7 @@ def run(parsed: argparse.Namespace) -> int:
     from te_dynamo.inspect.explain import explain
 
     options = compiling.options_of(parsed)
-    if parsed.html:
+    if parsed.html is not None:
         check_writable(parsed.html)
     subject = load(parsed, checked_device(parsed.device))
     with compiling.compiling(subject, parsed.dynamic):

@@ -69,7 +69,7 @@ def compiling(subject: Subject, dynamic: bool) -> Iterator[None]:
     try:
         with torch._dynamo.config.patch(assume_static_by_default=False) if dynamic else contextlib.nullcontext():
             yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         alone = _fails_alone(subject)
         if alone is not None:
             raise Failure(f"the model itself fails on these inputs: {one_line(alone)}; give it others") from error
@@ -77,10 +77,10 @@ def compiling(subject: Subject, dynamic: bool) -> Iterator[None]:
         raise Failure(f"{one_line(error)}{hint}") from error
 
 
-def _fails_alone(subject: Subject) -> Exception | None:
+def _fails_alone(subject: Subject) -> BaseException | None:
     try:
         with torch.no_grad():
             subject.model(*subject.args, **subject.kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return error
     return None

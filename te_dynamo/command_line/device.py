@@ -26,7 +26,7 @@ def checked_device(name: str, explained_for: bool = False) -> str:
             status=2,
         )
     kind, colon, index = wanted.partition(":")
-    if kind not in ("", "cpu", "cuda") or (colon and not index.isdigit()):
+    if kind not in ("", "cpu", "cuda") or (colon and not (kind and index.isdigit())):
         try:
             if explained_for:
                 return checked_gpu(name, ("cpu", "cuda"))

@@ -32,7 +32,7 @@ def run(parsed: argparse.Namespace) -> int:
     from te_dynamo.inspect.explain import explain
 
     options = compiling.options_of(parsed, codegen=parsed.codegen)
-    if parsed.html:
+    if parsed.html is not None:
         check_writable(parsed.html)
     device = checked_device(parsed.device, explained_for=True)
     explained_for = device if device in TARGETS else None

@@ -57,9 +57,15 @@ def run(parsed: argparse.Namespace) -> int:
     prompts = [tokenizer(text)["input_ids"] for text in parsed.prompt]
     _buckets(prompts, parsed.tokens, parsed.cache)  # fails before minutes of loading
     model = load(parsed.folder, device)
+    _check_fits(prompts, parsed.tokens, model.config.get_text_config())
     batch = min(parsed.batch, len(prompts))
-    generator = Generator(model, batch, parsed.cache, "te", as_stored(model))
-    found, speed = generator(prompts, parsed.tokens)
+    try:
+        generator = Generator(model, batch, parsed.cache, "te", as_stored(model))
+        found, speed = generator(prompts, parsed.tokens)
+    except Exception as error:
+        raise Failure(
+            f"{type(model).__name__} does not generate with a static cache: {one_line(error)}; --debug shows where"
+        ) from error
     for text, tokens in zip(parsed.prompt, found, strict=True):
         print(f"{text!r} -> {tokenizer.decode(tokens, skip_special_tokens=True)!r}")
     print(f"as stored: {speed:.1f} tokens a second, after {len(generator.compiled)} compilations")
@@ -77,6 +83,8 @@ def load(folder: str, device: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.bfloat16)
+        if (Path(folder) / "generation_config.json").is_file():  # which tokens end a text
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise Failure(
             f"{folder}: transformers cannot make its model: {one_line(error)}; --debug shows where"
@@ -147,6 +155,22 @@ def _buckets(prompts: Sequence[Sequence[int]], count: int, cache: int) -> dict[i
             )
         found.setdefault(next(size for size in sizes if size > len(prompt)), []).append(index)
     return found
+
+
+def _check_fits(prompts: Sequence[Sequence[int]], count: int, config: Any) -> None:
+    """Raises Failure for tokens and positions that the model does not have: code compiled for a CPU ends the process at one."""
+    words, places = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+    for index, prompt in enumerate(prompts):
+        if words and max(prompt) >= words:
+            raise Failure(
+                f"prompt {index + 1} has the token {max(prompt)}, and the model knows {words}: its folder has the tokenizer of another",
+                2,
+            )
+        if places and len(prompt) + count > places:
+            raise Failure(
+                f"prompt {index + 1} has {len(prompt)} tokens: with {count} new ones more than the model's {places} positions; --tokens says how many",
+                2,
+            )
 
 
 class Generator:

@@ -60,7 +60,8 @@ def _check_memory(name: str, on_meta: Any, dtype: torch.dtype, device: str) -> N
 def _of_class(transformers: Any, name: str) -> tuple[Any, Any]:
     cls = getattr(transformers, name, None)
     if cls is None or getattr(cls, "config_class", None) is None:
-        near = difflib.get_close_matches(name, [n for n in dir(transformers) if n.startswith(name[:1])], n=1)
+        names = [n for n in dir(transformers) if n.startswith(name[:1]) and n != name]
+        near = difflib.get_close_matches(name, names, n=1) if cls is None else []
         hint = f"did you mean {near[0]!r}?" if near else "name one such as LlamaForCausalLM"
         raise Failure(f"hf:{name}: transformers has no model class {name!r}; {hint}", status=2)
     return cls, cls.config_class()
@@ -71,7 +72,7 @@ def _of_file(transformers: Any, path: str) -> tuple[Any, Any]:
         with open(path) as file:
             given = json.load(file)
         model_type = given.pop("model_type")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Failure(
             f"hf:{path}: no configuration of transformers with a model_type can be read: {one_line(error)}", status=2
         ) from error

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_dynamo.command_line.failure import Failure
+from te_dynamo.command_line.failure import Failure, one_line
 
 __all__ = ["inputs_of"]
 
@@ -32,8 +32,13 @@ def inputs_of(given: Sequence[str], model: Any, device: str) -> tuple[tuple[Tens
                 f"--input {text!r}: expected a size and a dtype of torch's, as 1x128:int64 or mask=1x128:bool", status=2
             )
         size = tuple(map(int, match[2].split("x")))
+        if match[1] in kwargs:
+            raise Failure(f"--input {text!r}: {match[1]!r} is given twice", status=2)
         dtype = _DTYPES[match[3]] if match[3] else torch.float32 if parameter is None else parameter.dtype
-        tensor = _random(size, dtype, vocabulary, device or ("cpu" if parameter is None else parameter.device))
+        try:
+            tensor = _random(size, dtype, vocabulary, device or ("cpu" if parameter is None else parameter.device))
+        except (RuntimeError, TypeError) as error:  # more than memory holds, or a dtype that nothing computes in
+            raise Failure(f"--input {text!r}: torch cannot make it: {one_line(error)}", status=2) from error
         if match[1]:
             kwargs[match[1]] = tensor
         else:

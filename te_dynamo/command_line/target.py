@@ -94,7 +94,7 @@ def _made(target: str) -> Any:
     _check_takes_nothing(target, found)
     try:
         return found()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Failure(f"{target} raised {one_line(error)}; --debug shows where") from error
 
 
@@ -122,7 +122,7 @@ def _from_file(path: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise Failure(f"{path} cannot be run: {_with_line(error)}; --debug shows where") from error
     return module
@@ -137,11 +137,11 @@ def _from_name(name: str) -> ModuleType:
         if error.name and f"{name}.".startswith(f"{error.name}."):
             raise Failure(f"there is no module {error.name!r}; for a file write file.py:factory", status=2) from error
         raise Failure(f"{name} cannot be imported: {one_line(error)}; --debug shows where") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Failure(f"{name} cannot be imported: {_with_line(error)}; --debug shows where") from error
 
 
-def _with_line(error: Exception) -> str:
+def _with_line(error: BaseException) -> str:
     return f"line {error.lineno}, SyntaxError: {error.msg}" if isinstance(error, SyntaxError) else one_line(error)
 
 

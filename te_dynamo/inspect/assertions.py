@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from te_dynamo.errors import CoverageError, GraphBreakError
+from te_dynamo.options import share as checked_share
 from te_dynamo.report import MatchRecord, coverage
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def check_quantized(linears: Sequence[MatchRecord], pattern: str) -> None:
 
 def check_coverage(linears: Sequence[MatchRecord], least: float) -> None:
     """Raises CoverageError where the share of linear FLOPs in a recipe is below `least`, 0 to 1, or not known."""
-    share = coverage(linears)
+    share, least = coverage(linears), checked_share("assert_coverage", least)
     left = [match for match in linears if not match.matched]
     if share < least:
         raise CoverageError.of(f"{share:.1%} of the linear FLOPs are in a recipe, and {least:.1%} were asked for", left)

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from te_dynamo._compat import is_exporting
 from te_dynamo.dialect.define import leaving
-from te_dynamo.errors import KeptWeightError, UnsupportedError
+from te_dynamo.errors import InputError, KeptWeightError, UnsupportedError
+from te_dynamo.options import flag
 from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.weights.cache import dequantized, forget_weights, renew_weights
 from te_dynamo.weights.checkpoint.torchao import is_torchao
@@ -38,7 +39,7 @@ def freeze(model: nn.Module, *, drop_weights: bool = False) -> nn.Module:
     Raises KeptWeightError for parameters that a distributed wrapper moves or shares out (FSDP, DTensor) and for those made under
     torch.inference_mode, which have no version counter.
     """
-    model = _unwrapped(model)
+    model, drop_weights = _unwrapped(model), flag("drop_weights", drop_weights)
     _check_unmanaged(model)
     added = []
     for module, name, parameter, path in _parameters(model):
@@ -89,7 +90,12 @@ def invalidate(model: nn.Module) -> None:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    return getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    found = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    if not isinstance(found, nn.Module):
+        raise InputError(
+            f"te_dynamo: weights are kept of a model: expected a torch.nn.Module, got {type(model).__name__}"
+        )
+    return found
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter, str]]:

@@ -234,7 +234,7 @@ def test_the_plot_without_matplotlib(monkeypatch, tmp_path):
     ("arguments", "message"),
     [
         ({"steps": 0}, "steps must be 1 or more, got 0"),
-        ({"batches": []}, "expected the model's arguments or batches, got both"),
+        ({"batches": []}, "expected the model's arguments and steps, or batches, got both"),
         ({"loss": lambda out: out}, r"loss gave a tensor of shape \(8, 32\); expected a function"),
         ({"options": {"recipe": None}}, "no linear of the model is in a recipe: 1 x recipe is None"),
     ],
@@ -249,5 +249,15 @@ def test_no_linear_and_no_recipes():
         te_dynamo.compare(torch.sin, torch.randn(8, 32))
     with pytest.raises(InvalidOptionError, match="expected recipes, got none"):
         te_dynamo.compare_recipes(nn.Linear(32, 32), torch.randn(8, 32), recipes=[])
-    with pytest.raises(InputError, match="batches are empty"):
-        te_dynamo.compare(nn.Linear(32, 32), batches=[])
+    with pytest.raises(InvalidOptionError, match=r"expected recipes=\[...\], got 'mxfp8'"):
+        te_dynamo.compare_recipes(nn.Linear(32, 32), torch.randn(8, 32), recipes="mxfp8")
+    for wrong, message in (
+        ({"batches": []}, "batches are empty"),
+        ({"batches": [torch.randn(8, 32)], "steps": 2}, "or batches, got both"),
+        ({"batches": torch.randn(8, 32)}, "batches is a list with what each step is called with, got a Tensor"),
+        ({"batches": {"input": torch.randn(8, 32)}}, "got a dict"),
+    ):
+        with pytest.raises(InputError, match=message):
+            te_dynamo.compare(nn.Linear(32, 32), **wrong)
+    with pytest.raises(InputError, match="max_layers is a number of modules, got -1"):
+        te_dynamo.compare(nn.Linear(32, 32), torch.randn(8, 32)).suggest_rules(max_layers=-1)

@@ -51,6 +51,16 @@ def wrong_shapes():
 def no_linear():
     return nn.ReLU(), torch.randn(8, 32)
 
+def leaves():
+    raise SystemExit(0)
+
+class Leaving(nn.Linear):
+    def forward(self, x):
+        raise SystemExit(0)
+
+def leaving():
+    return Leaving(32, 32), torch.randn(8, 32)
+
 def number():
     return 3
 
@@ -65,9 +75,11 @@ constant = 3
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_models.py").write_text(FILE)
     (tmp_path / "broken.py").write_text("def make(:\n    pass\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
+    (tmp_path / "list.json").write_text("[]")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("my_models", "broken"):
+    for name in ("my_models", "broken", "leaves"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -161,6 +173,16 @@ WRONG = [
     (["compare", "my_models:no_linear"], 1, "te-dynamo: no linear of the model is in a recipe: "),
     (["explain", "my_models:make", "--input", "1xx2"], 2, "--input '1xx2': expected a size and a dtype of torch's"),
     (["explain", "my_models:make", "--input", "1x2:int65"], 2, "--input '1x2:int65': expected a size and a dtype"),
+    (["explain", "my_models:leaves"], 1, "my_models:leaves raised SystemExit: 0"),
+    (["explain", "leaves.py:make"], 1, "leaves.py cannot be run: SystemExit: 0"),
+    (["explain", "leaves:make"], 1, "leaves cannot be imported: SystemExit: 0"),
+    (["explain", "my_models:leaving"], 1, "the model itself fails on these inputs: SystemExit: 0"),
+    (["explain", "my_models:make", "--input", "99999999999999x64"], 2, "--input '99999999999999x64': torch cannot make it: RuntimeError: "),
+    (["explain", "my_models:make", "--input", "8x32:quint8"], 2, "--input '8x32:quint8': torch cannot make it: "),
+    (["explain", "my_models:make", "--input", "8x32:bits8"], 2, "--input '8x32:bits8': torch cannot make it: TypeError: "),
+    (["explain", "my_models:make", "--input", "input=8x32", "--input", "input=4x32"], 2, "'input' is given twice"),
+    (["explain", "my_models:make", "--device", ":0"], 2, "--device: unknown device ':0'; valid: "),
+    (["explain", "my_models:make", "--html", ""], 2, "cannot write '': No such file"),
     (["explain", "my_models:make", "--html", "no/such/folder.html"], 2, "cannot write 'no/such/folder.html': No such file"),
     (["explain", "my_models:make", "--device", "A100"], 2, "'A100' has no FP8: every linear would stay in the model's precision there"),
     (["explain", "my_models:make", "--colour"], 2, "unrecognized arguments: --colour; te-dynamo explain --help lists what there is"),
@@ -170,6 +192,8 @@ WRONG = [
     ([], 2, "the following arguments are required: COMMAND"),
     (["explain", "hf:LlamaForCausalLM"], 2, "'hf:LlamaForCausalLM' has no inputs: give them by --input 1x128:int64"),
     (["explain", "hf:LlamaForCausalLMM", "--input", "1x8:int64"], 2, "transformers has no model class 'LlamaForCausalLMM'; did you mean"),
+    (["explain", "hf:LlamaConfig", "--input", "1x8:int64"], 2, "transformers has no model class 'LlamaConfig'; name one such as LlamaForCausalLM"),
+    (["explain", "hf:list.json", "--input", "1x8:int64"], 2, "hf:list.json: no configuration of transformers with a model_type can be read"),
     (["explain", "hf:none.json", "--input", "1x8:int64"], 2, "hf:none.json: no configuration of transformers with a model_type can be read"),
     (["explain", "my_models:wrong_shapes"], 1, "the model itself fails on these inputs: RuntimeError: "),
     pytest.param(["explain", "my_models:no_linear"], 1, "the model has no linear, and te_dynamo quantizes nothing else", marks=pytest.mark.slow),

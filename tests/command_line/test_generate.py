@@ -12,7 +12,17 @@ import pytest
 import torch
 
 import te_dynamo
-from te_dynamo.command_line.generate import BUCKETS, Generator, _buckets, as_stored, in_16_bits, load, load_tokenizer
+from te_dynamo.command_line.failure import Failure
+from te_dynamo.command_line.generate import (
+    BUCKETS,
+    Generator,
+    _buckets,
+    _check_fits,
+    as_stored,
+    in_16_bits,
+    load,
+    load_tokenizer,
+)
 from te_dynamo.command_line.main import main
 
 transformers = pytest.importorskip("transformers")
@@ -85,6 +95,41 @@ def test_compilations_are_bounded() -> None:
 def test_what_ends_a_text(folder: Path) -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[7, 9]))
     assert Generator._until_end(SimpleNamespace(_model=model), [1, 9, 7, 3]) == [1, 9]  # type: ignore[arg-type]
+
+
+def test_a_folder_says_what_ends_a_text(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert load(str(tmp_path), "cpu").generation_config.eos_token_id == [7, 9]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "message"),
+    [
+        ([1, 64], 1, "prompt 2 has the token 64, and the model knows 64: its folder has the tokenizer of another"),
+        ([1] * 30, 3, "prompt 2 has 30 tokens: with 3 new ones more than the model's 32 positions; --tokens says"),
+    ],
+)
+def test_tokens_and_positions_that_a_model_lacks(prompt: list[int], count: int, message: str) -> None:
+    config = SimpleNamespace(vocab_size=64, max_position_embeddings=32)
+    _check_fits([[63] * 29], 3, config)
+    with pytest.raises(Failure, match=message):
+        _check_fits([[1], prompt], count, config)
+
+
+def test_a_model_that_takes_no_static_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as Mamba."""
+
+    def refuse(*args: object) -> None:
+        raise ValueError("these are not used by the model: ['past_key_values']\nmore")
+
+    monkeypatch.setattr("te_dynamo.command_line.generate.Generator", refuse)
+    assert main(["generate", str(folder), "--prompt", "a"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("te-dynamo: LlamaForCausalLM does not generate with a static cache: ValueError: these are")
 
 
 WRONG = [

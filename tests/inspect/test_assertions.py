@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import te_dynamo
-from te_dynamo.errors import CoverageError, GraphBreakError
+from te_dynamo.errors import CoverageError, GraphBreakError, InvalidOptionError
 from te_dynamo.inspect.dynamo import GraphBreak
 from te_dynamo.inspect.explain import Explanation
 from te_dynamo.report import MatchRecord, Report
@@ -69,6 +70,12 @@ te_dynamo: 87.1% of the linear FLOPs are in a recipe, and 95.0% were asked for. 
     head (model.py:9), 8 x 16 x 32: rule 'head' leaves it in the model's precision
     (no module) (model.py:3), 8 x 3 x 32: N is 3""",
     )
+
+
+@pytest.mark.parametrize("least", [95, -1, float("nan"), "95%", None, True])
+def test_an_asked_coverage_is_a_share(explanation: Explanation, least: Any) -> None:
+    with pytest.raises(InvalidOptionError, match="assert_coverage takes a share from 0 to 1, got "):
+        explanation.assert_coverage(least)
 
 
 def test_graph_breaks(explanation: Explanation) -> None:

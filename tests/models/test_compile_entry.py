@@ -50,6 +50,11 @@ def test_a_mode_and_options_together(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"fusions": ["fuse_gemm_bia"]}, "unknown fusion 'fuse_gemm_bia'; did you mean 'fuse_gemm_bias'"),
         ({"mode": "fast"}, "unknown mode 'fast'"),
         ({"inductor": {"max_autotone": True}}, "unknown option 'max_autotone'"),
+        (
+            {"inductor": {"recipe": "mxfp8"}},
+            "inductor= takes options of Inductor's own; 'recipe' is a keyword beside it",
+        ),
+        ({"rules": None}, "rules must be a list of .* got None"),
         ({"require_coverage": 2}, "takes a share from 0 to 1"),
         ({"recpie": "mxfp8"}, r"unknown keyword 'recpie'; did you mean 'recipe'\?"),
     ],

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import te_dynamo
-from te_dynamo.errors import InputError, UnsupportedError
+from te_dynamo.errors import InputError, InvalidOptionError, UnsupportedError
 
 RECIPES = ["float8_current_scaling", "float8_rowwise", "float8_block_scaling", "mxfp8", "nvfp4"]
 ROWS = ({0: torch.export.Dim.DYNAMIC},)
@@ -129,6 +130,46 @@ def test_the_recipe_of_a_compiled_model() -> None:
     assert te_dynamo.export(model, (rows(),), recipe="float8_rowwise").explanation.recipes == "float8_rowwise"
 
 
+class Written(nn.Module):
+    """A product by parameters that is no nn.Linear."""
+
+    def __init__(self, write: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.write, self.conv = write, nn.Conv1d(128, 256, 1)
+        self.w, self.v, self.b = (nn.Parameter(torch.randn(*shape)) for shape in ((128, 256), (256, 128), (256,)))
+        self.register_buffer("mask", torch.rand(128, 256).round())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.write(self, x)
+
+
+@pytest.mark.one_fast_case
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda m, x: x @ m.w,
+        lambda m, x: torch.mm(x, m.v.t()),
+        lambda m, x: torch.addmm(m.b, x, m.w),
+        lambda m, x: torch.einsum("mk,kn->mn", x, m.w),
+        lambda m, x: torch.tensordot(x, m.w, 1),
+        lambda m, x: torch.inner(x, m.v),
+        lambda m, x: x @ (m.w * m.mask),
+        lambda m, x: F.linear(x, m.v, m.b),
+        lambda m, x: m.conv(x.t()[None]),
+    ],
+    ids=["matmul", "mm", "addmm", "einsum", "tensordot", "inner", "masked", "F.linear", "conv1d"],
+)  # fmt: skip
+def test_what_is_no_module_leaves_as_it_is_compiled(write: Any) -> None:
+    model, x = Written(write).bfloat16().eval().requires_grad_(False), rows()
+    exported = te_dynamo.export(model, (x,))
+    found, expected = (
+        [(row.module, row.recipe, row.shape) for row in explained.linears]
+        for explained in (exported.explanation, te_dynamo.explain(model, x))
+    )
+    assert found == expected and len(found) == 1 and found[0][1]
+    assert_close(exported.program.module()(x), compiled(model, x))
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -238,8 +279,12 @@ def test_what_cannot_leave_is_named() -> None:
     with pytest.raises(InputError, match=r"expected a torch\.nn\.Module, got function"):
         te_dynamo.export(lambda x: x, (x,))  # type: ignore[arg-type]
     experts = Experts().bfloat16().eval()
-    with pytest.raises(UnsupportedError, match=r"experts .* are multiplied by groups whose sizes are data"):
+    with pytest.raises(UnsupportedError, match=r"experts .* are multiplied in groups"):
         te_dynamo.export(experts, (x.bfloat16(), torch.tensor([8, 16, 24, 32], dtype=torch.int32)))
+    batched = Written(lambda m, x: torch.bmm(x[None].expand(2, -1, -1), m.w.expand(2, -1, -1))).eval()
+    with pytest.raises(UnsupportedError, match=r"experts \('w', .*rules=\[\('w', None\)\]"):
+        te_dynamo.export(batched, (x,))
+    assert te_dynamo.export(batched, (x,), rules=[("w", None)]).explanation.linears[0].module == "w"
 
 
 def test_kernels_that_no_package_has_are_named(tmp_path: Path) -> None:
@@ -250,6 +295,14 @@ def test_kernels_that_no_package_has_are_named(tmp_path: Path) -> None:
         te_dynamo.export(*given, kernels="triton", path=path)
     with pytest.raises(InputError, match=r"go into a package: give its path"):
         te_dynamo.export(*given, kernels="triton")
+    for wrong, message in (
+        ({"path": tmp_path}, r'path is of a package and ends in "\.pt2"'),
+        ({"inductor": {"max_autotune": True}}, r"inductor= is of the package: give its path"),
+    ):
+        with pytest.raises(InputError, match=message):
+            te_dynamo.export(*given, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidOptionError, match="unknown option 'max_autotone'"):
+        te_dynamo.export(*given, path=path, inductor={"max_autotone": True})
     with pytest.raises(InputError, match=r"kernels is 'torch' or 'triton', got 'gluon'"):
         te_dynamo.export(*given, kernels="gluon", path=path)  # type: ignore[arg-type]
 

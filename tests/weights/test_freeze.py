@@ -27,7 +27,7 @@ from helpers.weights.weight_writes import HIDDEN_WRITES, WRITES
 from torch import Tensor, nn
 
 import te_dynamo
-from te_dynamo.errors import KeptWeightError
+from te_dynamo.errors import InputError, InvalidOptionError, KeptWeightError
 from te_dynamo.inspect.fake_cuda import move
 from te_dynamo.testing import fake_cuda
 from te_dynamo.weights import cache as weight_cache
@@ -381,6 +381,11 @@ def test_what_cannot_be_frozen() -> None:
         model = linear()
     with pytest.raises(KeptWeightError, match=r"'weight' was made under torch.inference_mode"):
         te_dynamo.freeze(model)
+    for tool in (te_dynamo.freeze, te_dynamo.unfreeze, te_dynamo.invalidate):
+        with pytest.raises(InputError, match=r"expected a torch\.nn\.Module, got function"):
+            tool(lambda x: x)  # type: ignore[arg-type,return-value]
+    with pytest.raises(InvalidOptionError, match="'drop_weights' takes True or False, got 'no'"):
+        te_dynamo.freeze(linear(), drop_weights="no")  # type: ignore[arg-type]
     managed = linear()
     managed._is_fsdp_managed_module = True
     with pytest.raises(KeptWeightError, match=r"'weight' is a Parameter of a distributed or wrapped module"):

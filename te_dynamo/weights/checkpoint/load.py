@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_dynamo.errors import CheckpointError
+from te_dynamo.errors import CheckpointError, InvalidOptionError
 from te_dynamo.weights.checkpoint.files import Files, progress
 from te_dynamo.weights.checkpoint.form import Stored
 from te_dynamo.weights.checkpoint.forms import form_named, read_config
@@ -72,8 +72,17 @@ def register_in_transformers(*methods: str) -> None:
 def _fill(
     model: nn.Module, made: Plan, tensors: Mapping[str, Tensor], record: Record, dtype: torch.dtype | None
 ) -> nn.Module:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise InvalidOptionError(
+            f"te_dynamo: dtype is a floating one of 16 bits or more, as torch.bfloat16, got {dtype!r}"
+        )
     steps: list[tuple[Place, Any]] = [*made.stored, *made.plain]
-    with torch.no_grad(), torch.inference_mode(False), progress() as bar:
+    with torch.inference_mode(False), torch.no_grad(), progress() as bar:
+        # What transformers computes of a configuration, as rotary frequencies; what it makes of parameters, the file replaces.
+        for module in not_in_files(model).values():
+            for name in module._non_persistent_buffers_set & {n for n, b in module._buffers.items() if b is not None}:
+                module._buffers[name] = torch.empty_like(module._buffers[name], device=torch.get_default_device())
+            getattr(model, INITIALIZER)(module)
         for place, what in bar.track(steps, description="loading"):
             wanted = dtype if dtype is not None and place.tensor.is_floating_point() else place.tensor.dtype
             if isinstance(what, Stored):
@@ -81,11 +90,6 @@ def _fill(
             else:
                 record.dtypes[what] = tensors[what].dtype
                 _fill_plain(place, tensors[what].to(wanted))
-        for module in not_in_files(
-            model
-        ).values():  # what transformers computes of a configuration, such as rotary frequencies
-            module.to_empty(device=torch.get_default_device(), recurse=False)
-            getattr(model, INITIALIZER)(module)
     note_record(model, record)
     return model
 

@@ -86,11 +86,8 @@ def plan(
         else:
             made.plain += [(place, name) for name in found]  # type: ignore[misc]
     _check_all_used(made, metas, [] if partial else missing)
-    for path, module in not_in_files(model).items():
-        if module._parameters or not hasattr(model, INITIALIZER):
-            raise CheckpointError(
-                f"buffers of {path!r} are on meta, and no file has them: make that module on a device"
-            )
+    for path in () if hasattr(model, INITIALIZER) else not_in_files(model):
+        raise CheckpointError(f"buffers of {path!r} are on meta, and no file has them: make that module on a device")
     powers = {True}
     for _, stored in made.stored:
         for role in set(stored.names) - {"codes"}:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_dynamo.errors import CheckpointError
+from te_dynamo.errors import CheckpointError, InvalidOptionError
 from te_dynamo.options import UNSET, Options
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor import QuantizedTensor, from_storage
@@ -48,6 +48,8 @@ def save_checkpoint(
     Raises CheckpointError for a folder that has a checkpoint already, a model that came from no file without `form`, a weight from a file that
     was exchanged since, and a recipe whose format the form does not have.
     """
+    if not isinstance(shard_bytes, int) or shard_bytes < 1:
+        raise InvalidOptionError(f"save_checkpoint: shard_bytes is a number of bytes, got {shard_bytes!r}")
     model, folder = getattr(model, "_orig_mod", model), Path(path)
     record = record_of(model)
     if form is None and record is None:
@@ -130,6 +132,10 @@ def _is_gone(tensor: Tensor) -> bool:
 def _weight(place: Place, form: Form, options: Options | None) -> _Weight:
     """options: None where all is written as it was read."""
     (module, name, path), *others = place.owners
+    if place.tensor.is_meta:
+        raise CheckpointError(
+            f"save_checkpoint: {place.names[0]!r} is on meta and has no values: load or make them first"
+        )
     noted, shape = stored_of(module, name), tuple(place.tensor.shape)
     if isinstance(place.tensor, QuantizedTensor):
         if noted is not None and noted.form == form.method:

@@ -10,7 +10,7 @@ from helpers.weights.checkpoint_files import FILES, K, N, gpt_oss, net, scales, 
 from torch import nn
 
 import te_dynamo
-from te_dynamo.errors import CheckpointError
+from te_dynamo.errors import CheckpointError, InvalidOptionError
 from te_dynamo.weights.checkpoint.files import Files
 from te_dynamo.weights.checkpoint.record import stored_of
 
@@ -100,6 +100,11 @@ def test_dtype_and_a_model_on_meta(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     assert model(X.half()).isfinite().all()
+    for wrong in (torch.int8, torch.float8_e4m3fn, "bf16"):
+        model = net()
+        with pytest.raises(InvalidOptionError, match="dtype is a floating one of 16 bits or more"):
+            te_dynamo.load_checkpoint(model, tmp_path, dtype=wrong)  # type: ignore[arg-type]
+        assert type(model.mlp[0].weight) is nn.Parameter
 
 
 def test_a_buffer_that_no_file_has(tmp_path: Path) -> None:
@@ -114,12 +119,19 @@ def test_a_buffer_that_no_file_has(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = net()
         model.rotary = Rotary()
-    with pytest.raises(CheckpointError, match="buffers of 'rotary' are on meta, and no file has them"):
+        # Beside parameters, as in Gemma's embeddings.
+        model.norm.register_buffer("scale", torch.ones(()), persistent=False)
+    with pytest.raises(CheckpointError, match="buffers of 'norm' are on meta, and no file has them"):
         te_dynamo.load_checkpoint(model, folder)
     assert model.norm.weight.is_meta
-    model._init_weights = lambda module: module.frequencies.copy_(torch.arange(4.0))
+    model._init_weights = lambda module: [
+        getattr(module, name).copy_(torch.arange(4.0) if name == "frequencies" else torch.tensor(3.0))
+        for name in ("weight", "bias", "scale", "frequencies")
+        if hasattr(module, name)
+    ]
     te_dynamo.load_checkpoint(model, folder)
-    assert torch.equal(model.rotary.frequencies, torch.arange(4.0))
+    assert torch.equal(model.rotary.frequencies, torch.arange(4.0)) and model.norm.scale == 3
+    assert torch.equal(model.norm.weight, te_dynamo.load_checkpoint(net(), folder).norm.weight)
 
 
 def test_a_parameter_stays_who_it_is(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from helpers.weights.checkpoint_files import FILES, K, net, write
 from torch import Tensor, nn
 
 import te_dynamo
-from te_dynamo.errors import CheckpointError
+from te_dynamo.errors import CheckpointError, InvalidOptionError
 
 X = torch.randn(32, K, generator=torch.manual_seed(2)).bfloat16()
 
@@ -141,6 +141,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "new").exists()
 
     refused(net(), "the model came from no file: form= names the one to write")
+    refused(net().to("meta"), "'norm.weight' is on meta and has no values", "fp8")
+    for wrong in (0, "5GB"):
+        with pytest.raises(InvalidOptionError, match="shard_bytes is a number of bytes, got "):
+            te_dynamo.save_checkpoint(net(), tmp_path / "new", "fp8", shard_bytes=wrong)  # type: ignore[arg-type]
     refused(net(), "quant_method 'awq' is not known", "awq")
     refused(
         net(),
