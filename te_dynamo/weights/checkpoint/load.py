@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_dynamo.errors import CheckpointError, InvalidOptionError
-from te_dynamo.weights.checkpoint.files import Files, progress
+from te_dynamo.weights.checkpoint.files import Files, of_its_form, progress
 from te_dynamo.weights.checkpoint.form import Stored
 from te_dynamo.weights.checkpoint.forms import form_named, read_config
 from te_dynamo.weights.checkpoint.modelopt import ModelOpt
@@ -36,7 +36,8 @@ def load_checkpoint(model: nn.Module, path: str | PathLike[str], dtype: torch.dt
     """
     path = Path(path)
     files = Files(path)
-    beside, config = read_config(path if path.is_dir() else path.parent, files.metadata)
+    with of_its_form(f"{path}: its configuration"):
+        beside, config = read_config(path if path.is_dir() else path.parent, files.metadata)
     made = plan(model, config, files.metas, files)
     return _fill(model, made, files, Record(beside, config, files.metadata), dtype)
 
@@ -48,7 +49,8 @@ def load_quantized(
 
     config: what config.json has under "quantization_config", or all of it.
     """
-    config = dict(config.get("quantization_config", config))
+    with of_its_form("the configuration"):
+        config = dict(config.get("quantization_config", config))
     made = plan(model, config, {name: tensor.to("meta") for name, tensor in state_dict.items()}, state_dict)
     return _fill(model, made, state_dict, Record({"config.json": {"quantization_config": config}}, config), dtype)
 
