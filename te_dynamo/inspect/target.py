@@ -106,13 +106,15 @@ def exchange_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> No
 
 @contextlib.contextmanager
 def unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
-    """Puts back the random state, what the modules hold, and every buffer that the run writes to."""
+    """Puts back the random state, what the modules hold, and every buffer and input that the run writes to."""
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     buffers = [(module, dict(module._buffers.items())) for module in modules]
     copies = {
         id(b): (b, b._version, b.detach().clone()) for _, named in buffers for b in named.values() if b is not None
     }
-    devices = {tensor.device.index for tensor in tensors_in((args, kwargs)) if tensor.is_cuda}
+    inputs = tensors_in((args, kwargs))
+    given = [(x, x._version, x.detach().clone()) for x in inputs if type(x) is Tensor and not x.is_inference()]
+    devices = {tensor.device.index for tensor in inputs if tensor.is_cuda}
     rng = torch.random.fork_rng(devices=sorted(index for index in devices if index is not None))
     with rng, held_as_before(target):
         try:
@@ -125,6 +127,9 @@ def unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
                 for buffer, version, copy in copies.values():
                     if buffer._version != version or _differs(buffer, copy):
                         buffer.copy_(copy)
+                for x, version, copy in given:
+                    if x._version != version:
+                        x.copy_(copy)
 
 
 def _differs(buffer: Tensor, copy: Tensor) -> bool:
