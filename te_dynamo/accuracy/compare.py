@@ -26,6 +26,7 @@ from te_dynamo.inspect.target import not_in_place, options_and_mode, unchanged, 
 from te_dynamo.options import UNSET, Options, names_near_keywords
 from te_dynamo.recipe import Recipe, names
 from te_dynamo.report import coverage
+from te_dynamo.weights.frozen import is_dropped
 
 __all__ = ["compare", "compare_recipes"]
 
@@ -150,7 +151,11 @@ def _compare(
 
 
 def _check_has_values(target: Callable[..., Any], batches: Sequence[Batch]) -> None:
-    parameters = target.parameters() if isinstance(target, torch.nn.Module) else ()
+    parameters = list(target.parameters()) if isinstance(target, torch.nn.Module) else []
+    if any(map(is_dropped, parameters)):
+        raise InputError(
+            "te_dynamo.compare: the model's own weights were dropped by te_dynamo.freeze: compare it before"
+        )
     if any(isinstance(x, Tensor) and x.is_meta for x in [*parameters, *tree_leaves(batches)]):
         raise InputError(
             "te_dynamo.compare: expected a model and inputs on cuda or cpu, got some on the device 'meta', which have no values; "

@@ -106,13 +106,15 @@ def exchange_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> No
 
 @contextlib.contextmanager
 def unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
-    """Puts back the random state, what the modules hold, and every buffer that the run writes to."""
+    """Puts back the random state, what the modules hold, and every buffer and input that the run writes to."""
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     buffers = [(module, dict(module._buffers.items())) for module in modules]
     copies = {
-        id(b): (b, b._version, b.detach().clone()) for _, named in buffers for b in named.values() if b is not None
+        id(b): (b, _version(b), b.detach().clone()) for _, named in buffers for b in named.values() if b is not None
     }
-    devices = {tensor.device.index for tensor in tensors_in((args, kwargs)) if tensor.is_cuda}
+    inputs = tensors_in((args, kwargs))
+    given = [(x, _version(x), x.detach().clone()) for x in inputs if type(x) is Tensor]
+    devices = {tensor.device.index for tensor in inputs if tensor.is_cuda}
     rng = torch.random.fork_rng(devices=sorted(index for index in devices if index is not None))
     with rng, held_as_before(target):
         try:
@@ -121,10 +123,22 @@ def unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
             for module, named in buffers:
                 if isinstance(module._buffers, dict):  # not those of a scripted module, which nobody replaces
                     module._buffers.update(named)
-            with torch.no_grad():
-                for buffer, version, copy in copies.values():
-                    if buffer._version != version or _differs(buffer, copy):
-                        buffer.copy_(copy)
+            for buffer, version, copy in copies.values():
+                if _version(buffer) != version or _differs(buffer, copy):
+                    _restore(buffer, copy)
+            for x, version, copy in given:
+                if _version(x) != version or (version is None and _differs(x, copy)):
+                    _restore(x, copy)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """None of one that was made in inference mode."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _restore(tensor: Tensor, values: Tensor) -> None:
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(values)
 
 
 def _differs(buffer: Tensor, copy: Tensor) -> bool:

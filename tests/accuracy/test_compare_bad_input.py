@@ -128,6 +128,39 @@ def test_buffers_and_gradients_are_left_as_they_were():
     assert all(torch.equal(p.grad, grad) for p, grad in zip(net.parameters(), gradients, strict=True))
 
 
+class WritesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.fc(x.mul_(scale.add_(1)))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("tool", [te_dynamo.compare, te_dynamo.explain])
+def test_inputs_that_the_model_writes_are_left_as_they_were(tool, inference: bool):
+    """Each run has the same ones: else the second multiplies what the first has made."""
+    with torch.inference_mode(inference):
+        model, given = WritesItsInput(), (torch.randn(8, 32), torch.ones(32))
+        model.register_buffer("calls", torch.zeros(()))
+        before = [tensor.clone() for tensor in given]
+        found = tool(model, *given)
+    assert all(map(torch.equal, given, before)) and not model.calls
+    if tool is te_dynamo.compare:
+        assert not found.notes and found.summary["snr_output_db"] > 20
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_model_whose_weights_are_dropped(called: bool) -> None:
+    net = te_dynamo.freeze(model().requires_grad_(False), drop_weights=True)
+    if called:
+        torch.compile(net, backend="te", options={"codegen": "eager"})(x())
+    with pytest.raises(InputError, match=r"weights were dropped by te_dynamo\.freeze: compare it before"):
+        te_dynamo.compare(net, x())
+
+
 def test_a_model_that_raises():
     with pytest.raises(RuntimeError, match="reduction dim"):
         te_dynamo.compare(model(), torch.randn(4, 33))

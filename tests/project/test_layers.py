@@ -58,7 +58,7 @@ ROOMS: dict[str, set[str]] = {
     "te_dynamo/inspect": {
         "te_dynamo", "te_dynamo/rules", "te_dynamo/torch_private", "te_dynamo/quantized", "te_dynamo/distributed", "te_dynamo/weights", "kernels/runtime",
     },
-    "te_dynamo/accuracy": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/inspect"},
+    "te_dynamo/accuracy": {"te_dynamo", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights", "te_dynamo/inspect"},
     "te_dynamo/testing": {"te_dynamo", "te_dynamo/inspect", "kernels/runtime"},
     "te_dynamo/command_line": {
         "te_dynamo", "te_dynamo/torch_private", "te_dynamo/quantized", "te_dynamo/dialect", "te_dynamo/weights", "te_dynamo/inspect",

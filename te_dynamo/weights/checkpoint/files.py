@@ -5,8 +5,10 @@ A file is the length of its header (8 bytes), the header (JSON: name -> dtype, s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -54,15 +56,16 @@ class Files(Mapping[str, Tensor]):
     def __init__(self, path: Path, shards: Sequence[Path] = ()) -> None:
         self._places: dict[str, _Place] = {}
         self.metadata: dict[str, str] = {}
-        for file in shards or _shards(path):
-            for name, place in _read_header(file, self.metadata):
-                if name in self._places:
-                    raise CheckpointError(f"{name!r} is in {self._places[name].file.name} and in {file.name}")
-                self._places[name] = place
-        if (path / INDEX).is_file():
-            for name, file in read_json(path / INDEX)["weight_map"].items():
-                if name not in self._places:
-                    raise CheckpointError(f"{name!r} is not in {file}, where {INDEX} has it")
+        with of_its_form(f"{path}: the header of a file, or {INDEX},"):
+            for file in shards or _shards(path):
+                for name, place in _read_header(file, self.metadata):
+                    if name in self._places:
+                        raise CheckpointError(f"{name!r} is in {self._places[name].file.name} and in {file.name}")
+                    self._places[name] = place
+            if (path / INDEX).is_file():
+                for name, file in read_json(path / INDEX)["weight_map"].items():
+                    if name not in self._places:
+                        raise CheckpointError(f"{name!r} is not in {file}, where {INDEX} has it")
         self.metas = {name: place.meta for name, place in self._places.items()}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -76,6 +79,17 @@ class Files(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._places)
+
+
+@contextlib.contextmanager
+def of_its_form(what: str) -> Iterator[None]:
+    """Raises CheckpointError where JSON that is read inside has other parts, or parts of other types, than it has to have."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, re.error) as error:
+        raise CheckpointError(f"{what} is not of its form: {type(error).__name__}: {error}") from error
 
 
 def read_json(file: Path) -> Any:

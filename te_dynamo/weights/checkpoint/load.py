@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_dynamo.errors import CheckpointError, InvalidOptionError
-from te_dynamo.weights.checkpoint.files import Files, progress
+from te_dynamo.weights.checkpoint.files import Files, of_its_form, progress
 from te_dynamo.weights.checkpoint.form import Stored
 from te_dynamo.weights.checkpoint.forms import form_named, read_config
 from te_dynamo.weights.checkpoint.modelopt import ModelOpt
@@ -34,9 +34,10 @@ def load_checkpoint(model: nn.Module, path: str | PathLike[str], dtype: torch.dt
     Raises CheckpointError, which names the tensor, for a file that is cut short, is not known, or does not fit the model, and for scales that
     are missing, left over, zero or no numbers. The model is as it was then.
     """
-    path = Path(path)
+    model, path = getattr(model, "_orig_mod", model), Path(path)
     files = Files(path)
-    beside, config = read_config(path if path.is_dir() else path.parent, files.metadata)
+    with of_its_form(f"{path}: its configuration"):
+        beside, config = read_config(path if path.is_dir() else path.parent, files.metadata)
     made = plan(model, config, files.metas, files)
     return _fill(model, made, files, Record(beside, config, files.metadata), dtype)
 
@@ -48,7 +49,9 @@ def load_quantized(
 
     config: what config.json has under "quantization_config", or all of it.
     """
-    config = dict(config.get("quantization_config", config))
+    model = getattr(model, "_orig_mod", model)
+    with of_its_form("the configuration"):
+        config = dict(config.get("quantization_config", config))
     made = plan(model, config, {name: tensor.to("meta") for name, tensor in state_dict.items()}, state_dict)
     return _fill(model, made, state_dict, Record({"config.json": {"quantization_config": config}}, config), dtype)
 
@@ -80,8 +83,9 @@ def _fill(
     with torch.inference_mode(False), torch.no_grad(), progress() as bar:
         # What transformers computes of a configuration, as rotary frequencies; what it makes of parameters, the file replaces.
         for module in not_in_files(model).values():
-            for name in module._non_persistent_buffers_set & {n for n, b in module._buffers.items() if b is not None}:
-                module._buffers[name] = torch.empty_like(module._buffers[name], device=torch.get_default_device())
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name in module._non_persistent_buffers_set:
+                    module._buffers[name] = torch.empty_like(buffer, device=torch.get_default_device())
             getattr(model, INITIALIZER)(module)
         for place, what in bar.track(steps, description="loading"):
             wanted = dtype if dtype is not None and place.tensor.is_floating_point() else place.tensor.dtype

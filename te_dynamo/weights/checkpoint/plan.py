@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from te_dynamo.errors import CheckpointError
 from te_dynamo.quantized.tensor import QuantizedTensor
+from te_dynamo.weights.checkpoint.files import of_its_form
 from te_dynamo.weights.checkpoint.form import Config, Form, Stored
 from te_dynamo.weights.checkpoint.forms import form_of
 from te_dynamo.weights.checkpoint.kinds import KINDS, check_scale
@@ -66,7 +67,8 @@ def plan(
 ) -> Plan:
     """metas: the tensors on meta. tensors: the same, read when they are asked for. partial: the model may have more. Raises CheckpointError for
     what does not fit."""
-    form = form_of(config)
+    with of_its_form("the configuration"):
+        form = form_of(config)
     made, missing = Plan(form, [], []), []
     for place in places(model):
         found = [entry for owner in place.owners if (entry := _entry(place, owner, form, config, metas)) is not None]
@@ -121,7 +123,8 @@ def _entry(
         )
     shape = tuple(place.tensor.shape)
     if place.is_parameter and place.tensor.dim() > 1:
-        kind, ways = form.kind(config, path, name, module), form.spelt(path, name)
+        with of_its_form(f"what the configuration says of {full!r}"):
+            kind, ways = form.kind(config, path, name, module), form.spelt(path, name)
         for names in ways:
             if {"codes", "scale"} <= {role for role in names if names[role] in metas}:
                 if not kind:

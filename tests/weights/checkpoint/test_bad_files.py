@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,53 @@ def test_files(tmp_path: Path) -> None:
     file.unlink()
     (folder / "more.safetensors").unlink()
     refused("no file of safetensors is there")
+
+
+def changes(tree: Any) -> Iterator[Any]:
+    """JSON with one part in another's place, each once."""
+    yield from ([], {}, "x", 3, None)
+    for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+        whole = dict(tree) if isinstance(tree, dict) else list(tree)
+        for part in changes(tree[key]):
+            whole[key] = part
+            yield copy.deepcopy(whole)
+
+
+@pytest.mark.parametrize("name", ["fp8", "ct row", "modelopt"])
+def test_json_of_another_form(name: str, tmp_path: Path) -> None:
+    """Whatever stands where, it is refused with the model as it was, or means the same values."""
+    folder = write(tmp_path, FILES[name])
+    file, config, index = (
+        folder / each for each in ("model.safetensors", "config.json", "model.safetensors.index.json")
+    )
+    raw, said = file.read_bytes(), config.read_text()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    wanted = te_dynamo.load_checkpoint(net(), folder).state_dict()
+
+    def load() -> None:
+        model = net()
+        before = dict(model.named_parameters())
+        try:
+            te_dynamo.load_checkpoint(model, folder)
+        except CheckpointError:
+            assert all(before[path] is parameter for path, parameter in model.named_parameters())
+            assert all(type(parameter) is nn.Parameter for parameter in before.values())
+        else:
+            assert all(torch.equal(t.float(), wanted[path].float()) for path, t in model.state_dict().items())
+
+    for changed in changes(json.loads(said)):
+        config.write_text(json.dumps(changed))
+        load()
+    config.write_text(said)
+    for changed in changes({key: header[key] for key in ("mlp.0.weight", "norm.bias")}):
+        text = json.dumps({**header, **changed} if isinstance(changed, dict) else changed).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+        load()
+    file.write_bytes(raw)
+    for changed in changes({"weight_map": {key: file.name for key in ("mlp.0.weight", "norm.bias")}}):
+        index.write_text(json.dumps(changed))
+        load()
 
 
 def test_a_sharded_model() -> None:

@@ -141,6 +141,13 @@ def test_a_parameter_stays_who_it_is(tmp_path: Path) -> None:
     assert model.norm.weight is before and before.requires_grad
 
 
+def test_a_compiled_model_is_loaded_as_what_it_wraps(tmp_path: Path) -> None:
+    model = net()
+    te_dynamo.load_checkpoint(torch.compile(model, backend="te"), write(tmp_path, FILES["fp8"]))
+    assert isinstance(model.mlp[0].weight, te_dynamo.QuantizedTensor)
+    te_dynamo.save_checkpoint(torch.compile(model, backend="te"), tmp_path / "again")
+
+
 def test_loaded_again(tmp_path: Path) -> None:
     """Another form in the place of the first, and then none."""
     model = te_dynamo.load_checkpoint(net(), write(tmp_path / "a", FILES["fp8"]))

@@ -57,7 +57,7 @@ def contraction_of(node: fx.Node) -> Contraction | None:
             return _matmul(given.get(f"{factor}1"), given.get(f"{factor}2"), given["input"])
     if calls(node, {_aten.tensordot.default}) and len(node.args) == 4:  # torch.export's, with the dimensions of each
         a, b, *dims = node.args
-        return _by_dims(a, b, dims, "torch.tensordot")
+        return _by_dims(a, b, dims, "torch.tensordot")  # type: ignore[arg-type]
     if not calls(node, {torch.tensordot, torch.inner}, {"inner"}):
         return None
     names = ("a", "b", "dims", "out") if node.target is torch.tensordot else ("input", "other", "out")
