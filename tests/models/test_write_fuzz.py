@@ -21,7 +21,7 @@ PARTS = 3
 _MATCH = "te_dynamo.passes.torch_ir.match"
 PLANTED: dict[str, dict[str, Any]] = {
     "a replacement lies where the replaced does": {f"{_MATCH}.values.take_over": lambda node, new: None},
-    "what is unknown writes everything": {f"{_MATCH}.writes._is_known": lambda node: True},
+    "what is unknown writes everything": {f"{_MATCH}.writes.is_known": lambda node: True},
     "a schema says what is written": {f"{_MATCH}.writes._overloads": lambda node: []},
     "some writes have no name": {f"{_MATCH}.writes._HIDDEN": {}},
     "what is inside counts": {

@@ -16,7 +16,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["CHANGED_BY", "Memory", "memory_of", "note_body", "note_graph", "note_new", "share", "take_over"]
+__all__ = [
+    "CHANGED_BY",
+    "Memory",
+    "memory_of",
+    "note_body",
+    "note_graph",
+    "note_new",
+    "share",
+    "storages_of",
+    "take_over",
+]
 
 Memory = frozenset[Any]
 """The storages that tensors lie in; none of what is no tensor."""
@@ -42,7 +52,7 @@ def share(a: Memory, b: Memory) -> bool:
 def note_graph(graph: fx.Graph) -> None:
     """Notes the memory of all nodes, as Dynamo's fake tensors have it."""
     for node in graph.nodes:
-        node.meta[_KEY] = _storages(node.meta["example_value"]) if "example_value" in node.meta else _ANY
+        node.meta[_KEY] = storages_of(node.meta["example_value"]) if "example_value" in node.meta else _ANY
 
 
 def note_body(graph: fx.Graph, given: dict[fx.Node, Iterable[Any]]) -> None:
@@ -62,11 +72,11 @@ def note_body(graph: fx.Graph, given: dict[fx.Node, Iterable[Any]]) -> None:
 
 def note_new(node: fx.Node) -> None:
     """Notes the memory of a node that was added: its operands' where its fake is a view of one of theirs, else its own."""
-    own = _storages(node.meta["example_value"])
+    own = storages_of(node.meta["example_value"])
     views = [
         memory_of(operand)
         for operand in node.all_input_nodes
-        if share(own, _storages(operand.meta.get("example_value")))
+        if share(own, storages_of(operand.meta.get("example_value")))
     ]
     node.meta[_KEY] = own.union(*views)
 
@@ -76,7 +86,7 @@ def take_over(node: fx.Node, new: fx.Node) -> None:
     new.meta[_KEY] = memory_of(new) | memory_of(node)
 
 
-def _storages(value: Any) -> Memory:
+def storages_of(value: Any) -> Memory:
     leaves = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
     return frozenset().union(*(_of_tensor(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
@@ -84,7 +94,7 @@ def _storages(value: Any) -> Memory:
 def _of_tensor(tensor: torch.Tensor) -> Memory:
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return frozenset().union(*(_storages(getattr(tensor, name)) for name in names))
+        return frozenset().union(*(storages_of(getattr(tensor, name)) for name in names))
     try:
         return frozenset([StorageWeakRef(tensor.untyped_storage())])
     except (RuntimeError, NotImplementedError):

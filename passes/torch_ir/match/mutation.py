@@ -20,7 +20,7 @@ from te_dynamo.passes.torch_ir.match.values import name_of, tensor_of
 from te_dynamo.passes.torch_ir.match.writes import changes_form, written_by
 from te_dynamo.passes.torch_ir.regions import regions
 
-__all__ = ["facts_known", "reads_through", "refuses", "written_inputs"]
+__all__ = ["facts_known", "is_written", "reads_through", "refuses", "written_inputs"]
 
 _MODES = {
     "_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode",
@@ -52,12 +52,14 @@ def reads_through(reader: fx.Node, *between: fx.Node) -> bool:
     return not _conflict([*between, reader], keeps=False)
 
 
+def is_written(*nodes: fx.Node) -> bool:
+    """Whether something in the graph writes memory of theirs."""
+    return any(share(effect.memory, memory_of(node)) for effect in _effects_of(nodes[0].graph) for node in nodes)
+
+
 def written_inputs(graph: fx.Graph) -> set[fx.Node]:
     """The placeholders that share memory with what something in the graph writes."""
-    written = [effect.memory for effect in _effects_of(graph)]
-    return {
-        node for node in graph.find_nodes(op="placeholder") if any(share(memory_of(node), memory) for memory in written)
-    }
+    return {node for node in graph.find_nodes(op="placeholder") if is_written(node)}
 
 
 def _conflict(nodes: Sequence[fx.Node], keeps: bool) -> str:

@@ -26,7 +26,7 @@ from te_dynamo.passes.torch_ir.match.memory import Memory, memory_of, share
 from te_dynamo.passes.torch_ir.match.values import name_of
 from te_dynamo.passes.torch_ir.regions import bodies_of, has_operands
 
-__all__ = ["changes_form", "written_by"]
+__all__ = ["changes_form", "is_known", "written_by"]
 
 _AUGMENTED = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
@@ -62,7 +62,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         return []
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _written_by_body(node)
-    if not _is_known(node):
+    if not is_known(node):
         return _tensors(node.all_input_nodes)
     written = [node.kwargs.get("out")]
     if _writes_first_argument(node):
@@ -82,7 +82,7 @@ def changes_form(node: fx.Node) -> bool:
 # --- who is known
 
 
-def _is_known(node: fx.Node) -> bool:
+def is_known(node: fx.Node) -> bool:
     """Whether the callable is torch's or ours, or one of Python's operators, and runs no function that it is given."""
     target = node.target
     if node.op == "call_module" or any(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.graphs.matching import Matched
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import te_dynamo
 from te_dynamo.passes.torch_ir.match.patterns.linears.padding import padding
@@ -53,13 +57,20 @@ class Inner(nn.Module):
         return F.gelu(self.up(F.pad(x, (0, 42)))) @ self.down
 
 
+class Inside(Head):
+    """A product that leaves a checkpointed region."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False).view(-1)
+
+
 def test_what_is_padded() -> None:
     assert [padding(n, 16) for n in (50257, 30522, 51865, 3352, 1024)] == [15, 6, 7, 8, 0]
     assert [padding(k, 16) for k in (479, 424, 196, 106)] == [1, 8, 12, 6]
     assert padding(8, 16) == padding(100, 16) == 0, "more than a sixteenth"
 
 
-@pytest.mark.parametrize("model", [Head, Transposed, Flat, lambda: Head(bias=False), Inner])
+@pytest.mark.parametrize("model", [Head, Transposed, Flat, lambda: Head(bias=False), Inner, Inside])
 def test_numbers_are_those_of_a_padded_model(model) -> None:
     torch.manual_seed(0)
     module = model().bfloat16()
@@ -107,3 +118,68 @@ def test_a_frozen_head_is_quantized_in_each_call() -> None:
         expected = run(x)
         te_dynamo.freeze(module, drop_weights=True)
         assert torch.equal(run(x), expected)
+
+
+PRODUCTS = {
+    "padded": lambda x, w: F.linear(x, w),
+    "weight on the left": lambda x, w: w @ x.mT,
+    "einsum": lambda x, w: torch.einsum("btk,nk->nbt", x, w),
+    "einsum in order": lambda x, w: torch.einsum("btk,nk->btn", x, w),
+    "einsum of three": lambda x, w: torch.einsum("btk,mk,nm->btn", x, w[:64], w.view(250, 64)),
+    "experts": lambda x, w: torch.einsum("btk,bkn->btn", x, w.view(2, 125, 64).mT.repeat(1, 1, 2)),
+    "einsum, permuted": lambda x, w: torch.einsum("btk,nk->btn", x, w).permute(1, 0, 2),
+    "patches": lambda x, w: F.conv2d(x.view(2, 4, 16, 8), w.view(-1, 4, 4, 4), stride=4),
+}
+VIEWS = {
+    "view": lambda h: h.view(-1),
+    "aten": lambda h: torch.ops.aten.view.default(h, [-1]),
+    "reshape": lambda h: h.reshape(-1),
+    "flatten": lambda h: h.flatten(1),
+    "contiguous": lambda h: h.contiguous(),
+    "of a part": lambda h: h[0].view(-1),
+    "of one more": lambda h: h[None].view(-1),
+    "of parts": lambda h: h.split(1)[1].view(-1),
+    "detached": lambda h: h.detach().view(-1),
+    "twice transposed": lambda h: h.mT.mT.view(-1),
+    "in place": lambda h: h.add_(1).view(-1),
+    "augmented": lambda h: operator.iadd(h, 1).reshape(-1),
+    "swapped": lambda h: h.transpose(0, 1).contiguous(),
+    "strided": lambda h: h.as_strided((5, 3), (7, 2)),
+    "by a checkpoint": lambda h: checkpoint(lambda y: y.view(-1) * 2, h, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("write", [False, True], ids=["read", "written"])
+def test_views_of_a_product_are_those_of_its_own_strides(product: str, view: str, write: bool) -> None:
+    """What eager can view is viewed, and a write is seen where it is in eager: some views are copies of other strides."""
+
+    def forward(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        h = PRODUCTS[product](x, w)
+        v = VIEWS[view](h)
+        if write:
+            v[:1].mul_(3)
+            h[:1].mul_(5)
+        return v * 1, h * 1
+
+    x, w = torch.randn(2, 8, 64), nn.Parameter(torch.randn(250, 64))
+    with torch.no_grad():
+        try:
+            expected = forward(x, w)
+        except RuntimeError:  # eager cannot view it
+            return
+        compiled = Matched(forward)
+        torch.testing.assert_close(compiled(x, w), expected, rtol=1e-3, atol=1e-3)
+    assert set(compiled.reasons()) == {""}
+
+
+def test_a_users_operation_gets_the_strides_that_it_gets_in_eager() -> None:
+    @torch.library.custom_op("te_test::row_length", mutates_args=())
+    def row_length(x: Tensor) -> Tensor:
+        return x.new_full((1,), x.stride(0))
+
+    row_length.register_fake(lambda x: x.new_empty(1))
+    w = nn.Parameter(torch.randn(250, 64))
+    compiled = Matched(lambda x: row_length(F.linear(x, w)))
+    assert compiled(torch.randn(8, 64)) == 250 and compiled.reasons() == [""]

@@ -72,12 +72,13 @@ def _match_steps(node: fx.Node, recipe_for: RecipeFor, outside: str) -> list[Mat
     before, records = node.prev, []
     with node.graph.inserting_before(node), autocast_around(node):
         steps = emit_steps(node)
+    replace(node, steps[-1])  # now, for its readers decide which strides it may have
     for step in steps:
         records += match_grouped(step, recipe_for, outside) or match_linear(step, recipe_for, outside)
     if any(record.matched for record in records):
-        replace(node, node.prev)
         erase_unused(node.graph, [node])
         return records
+    steps[-1].replace_all_uses_with(node)
     reasons = [step.meta.get(LEFT_FOR_COST, "") for step in steps]
     node.meta[RECORD], node.meta[LEFT_FOR_COST] = records[0], max(reasons)
     while node.prev is not before:

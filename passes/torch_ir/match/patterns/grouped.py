@@ -135,12 +135,12 @@ def _match_contraction(node: fx.Node, recipe_for: RecipeFor, outside: str) -> li
     before = node.prev
     with node.graph.inserting_before(node), autocast_around(node):
         product, whole = emit_contraction(node, found, index)
-    after = product.next
+    replace(node, whole)  # now, for its readers decide which strides it may have
     (record,) = match_grouped(product, recipe_for, outside)
     if record.matched:
-        replace(node, after.prev if whole is product else whole)
         erase_unused(node.graph, [node])
     else:
+        whole.replace_all_uses_with(node)
         node.meta[RECORD], node.meta[LEFT_FOR_COST] = record, product.meta.get(LEFT_FOR_COST, "")
         while node.prev is not before:
             node.graph.erase_node(node.prev)

@@ -180,13 +180,14 @@ def _rewrite_contraction(node: fx.Node, product: Product, recipe: Recipe, named:
         linear, whole = emit_contraction(node, *product.contraction)
     node.meta[LEFT_FOR_COST] = ""  # x has one reader here, not two
     inner = product_of(linear)
+    replace(node, whole)  # now, for its readers decide which strides it may have
     reason = "its operands are no tensors" if inner is None else _rewrite(linear, inner, recipe, named)
     if reason:
+        whole.replace_all_uses_with(node)
         node.meta[LEFT_FOR_COST] = linear.meta.get(LEFT_FOR_COST, "")
         while node.prev is not before:
             node.graph.erase_node(node.prev)
         return reason
-    replace(node, node.prev if whole is linear else whole)  # what is in the place of `linear` now
     erase_unused(node.graph, [node])
     return ""
 

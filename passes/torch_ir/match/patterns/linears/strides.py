@@ -1,38 +1,76 @@
-"""Results that lie in memory in another way than those of the user's call: contiguous where a view that the user wrote needs that."""
+"""Results that lie in memory in another way than those of the user's call: as those do where the user's code can tell."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
-from te_dynamo.passes.torch_ir.match.values import calls, emit_method, tensor_of
+from te_dynamo.passes.torch_ir.match.autocast import is_body
+from te_dynamo.passes.torch_ir.match.memory import memory_of, share, storages_of
+from te_dynamo.passes.torch_ir.match.mutation import is_written
+from te_dynamo.passes.torch_ir.match.values import emit_method, name_of, tensor_of
+from te_dynamo.passes.torch_ir.match.writes import changes_form, is_known, written_by
 
 __all__ = ["readable"]
 
-_VIEWS = {torch.Tensor.view, torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.unflatten}
-_VIEW_METHODS = {"view", "view_as", "transpose", "permute", "unsqueeze", "squeeze", "unflatten", "t"}
+_MAY_COPY = {"reshape", "reshape_as", "flatten", "ravel", "contiguous"}
+"""Views of some strides, copies of others."""
 
 
 def readable(node: fx.Node, new: fx.Node) -> fx.Node:
-    """`new`, to stand in the place of `node`, or a contiguous copy of it."""
-    return new if _can_be_read(node, tensor_of(new)) else emit_method(node.graph, "contiguous", (new,), node)
+    """`new`, to stand in the place of `node`, or a copy of it with the strides of `node`."""
+    if _can_be_read(node, tensor_of(new)):
+        return new
+    stride = tensor_of(node).stride()
+    order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
+    if order == list(range(len(stride))):
+        return emit_method(node.graph, "contiguous", (new,), node)
+    copy = emit_method(node.graph, "contiguous", (emit_method(node.graph, "permute", (new, *order), node),), node)
+    return emit_method(node.graph, "permute", (copy, *map(order.index, range(len(stride)))), node)
 
 
-def _can_be_read(node: fx.Node, value: torch.Tensor) -> bool:
-    """Whether all views of `node` can be made of a tensor with the strides of `value`."""
+def _can_be_read(node: fx.Node, value: Any) -> bool:
+    """Whether those that read `node` do the same with `value`, which has other strides: its views can be made, and share its memory where
+    they did, or nobody writes there. Nobody knows that of a body and of a user's own operation."""
     for user in node.users:
-        if user.target in ("as_strided", torch.as_strided):
+        if user.op == "output":
+            if is_body(user.graph):
+                return False
+            continue
+        if not _reads_any_strides(user) or (node in (written := written_by(user)) and changes_form(user)):
             return False
-        if calls(user, _VIEWS, _VIEW_METHODS) and user.args[0] is node:
-            args, kwargs = fx.map_arg((user.args[1:], user.kwargs), lambda n: n.meta["example_value"])
-            run = user.target if callable(user.target) else getattr(torch.Tensor, str(user.target))
-            assert isinstance(value, FakeTensor)
+        shares = share(memory_of(user), memory_of(node))
+        if node in written:
+            result = value
+        elif shares or name_of(user) in _MAY_COPY:
             try:
-                with value.fake_mode:
-                    view = run(value, *args, **kwargs)
+                result = _run(user, node, value)
             except (RuntimeError, ValueError):
                 return False
-            if not _can_be_read(user, view):
+            if share(storages_of(result), storages_of(value)) != shares and is_written(node, user):
                 return False
+        else:
+            continue
+        if not _can_be_read(user, result):
+            return False
     return True
+
+
+def _reads_any_strides(user: fx.Node) -> bool:
+    target = user.target
+    if name_of(user) == "as_strided" or isinstance(target, torch._ops.HigherOrderOperator):
+        return False
+    return target.namespace in ("aten", "te", "prims") if isinstance(target, torch._ops.OpOverload) else is_known(user)
+
+
+def _run(user: fx.Node, node: fx.Node, value: Any) -> Any:
+    """What the call gives for `value` in the place of `node`."""
+    args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: value if n is node else n.meta["example_value"])
+    mode = next(v.fake_mode for v in tree_leaves(value) if isinstance(v, FakeTensor))
+    run = user.target if callable(user.target) else getattr(torch.Tensor, str(user.target))
+    with mode, torch.no_grad():
+        return run(*args, **kwargs)
