@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
-import pathlib
 from collections.abc import Callable
 from types import ModuleType
 
@@ -261,27 +260,6 @@ def test_a_calibrated_gpu_says_so() -> None:
     assert rates.quantizing == pytest.approx(0.5)
     assert "(calibrated on this GPU)" in linear_cost_reason(1100, 4096, 4096, TRAINING, Float8CurrentScaling(), rates)
     assert linear_cost_reason(1100, 4096, 4096, TRAINING, Float8CurrentScaling(), H200) == ""
-
-
-def test_the_documentation_has_the_borders() -> None:
-    text = (pathlib.Path(__file__).parents[3] / "docs" / "will-my-model-gain.md").read_text()
-    section = text.split("### Are there enough tokens?")[1].split("\n### ")[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
-    ][2:]
-    recipes = (Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(scale_block=128))
-    columns = [(gemms, recipe) for gemms in (("fprop",), TRAINING) for recipe in recipes]
-    assert len(rows) == 7
-    for sizes, *borders in rows:
-        n, k = map(int, sizes.split(" x "))
-        for said, column in zip(borders, columns, strict=True):
-            if said == "over 40000":
-                assert linear_cost_reason(40_000, n, k, *column, H200)
-            else:
-                below, above = (
-                    linear_cost_reason(int(int(said) * share), n, k, *column, H200) for share in (0.99, 1.01)
-                )
-                assert below and not above, (sizes, said, column)
 
 
 def test_fp32_is_asked_too() -> None:
