@@ -140,13 +140,16 @@ def norm_rows_kernel(
     PARTIALS: tl.constexpr,
 ):
     """h where a residual is added, statistics of every num_programs-th row, then what is asked for: y (STORES), the partial amax of y
-    (QUANTIZE; BY_COLUMNS a row of them), y with one scale for 1xGROUP values (ROWWISE, of rows of ONE_BLOCK).
+    (QUANTIZE; BY_COLUMNS a row of them), y with a scale for each SCALE_BLOCK values of a row (ROWWISE, of rows of ONE_BLOCK).
 
-    scale_inv: that of group g of row m at [g, m] of [ceil(K/SCALE_BLOCK), scale_stride], zeros past M.
+    scale_inv [ceil(K/SCALE_BLOCK), scale_stride] has zeros past M.
     """
     DTYPE: tl.constexpr = tl.bfloat16 if ROUNDED_TO == "bf16" else tl.float16 if ROUNDED_TO == "fp16" else tl.float32
     KEPT: tl.constexpr = y.dtype.element_ty if STORES else DTYPE
     BLOCKS: tl.constexpr = BLOCK // SCALE_BLOCK
+    if ROWWISE and tl.program_id(0) == 0:
+        for row in range(M, scale_stride):
+            store_row_scales(scale_inv, tl.zeros((BLOCKS,), tl.float32), row, scale_stride, K, SCALE_BLOCK)
     bits = no_magnitudes(BLOCK, DTYPE)
     if ONE_BLOCK and not MODULATED:
         w, b = load_affine(weight, bias, 0, K, HAS_WEIGHT, HAS_BIAS, BLOCK)
@@ -206,16 +209,13 @@ def norm_rows_kernel(
             if ROWWISE:
                 amaxes = fp32_bits(tl.max(tl.reshape(magnitudes, (BLOCKS, SCALE_BLOCK)), axis=1), DTYPE)
                 scales = scale_from_amax(amaxes.to(tl.float32, bitcast=True), FMAX, EPS, POWER_OF_TWO, LARGEST)
-                inverses = tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), scales)
-                store_row_scales(scale_inv, inverses, row, scale_stride, K, SCALE_BLOCK)
                 codes = saturating_cast(
                     tl.reshape(result, (BLOCKS, SCALE_BLOCK)), scales[:, None], data.dtype.element_ty
                 )
                 codes = tl.reshape(codes, (BLOCK,))
                 tl.store(as_wide(data + row_start, x.dtype, start, BLOCK), codes, mask=columns < K)
-    if ROWWISE and tl.program_id(0) == 0:
-        for row in range(M, scale_stride):
-            store_row_scales(scale_inv, tl.zeros((BLOCKS,), tl.float32), row, scale_stride, K, SCALE_BLOCK)
+                inverses = tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), scales)
+                store_row_scales(scale_inv, inverses, row, scale_stride, K, SCALE_BLOCK)
     if BY_COLUMNS:
         columns = tl.arange(0, BLOCK)
         own = partials + tl.cast(tl.program_id(0), tl.int64) * K
