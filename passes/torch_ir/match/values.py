@@ -32,6 +32,7 @@ __all__ = [
     "left_as_plain",
     "name_of",
     "number",
+    "put_back",
     "quantized_of",
     "replace",
     "sole_user",
@@ -181,6 +182,13 @@ def replace(node: fx.Node, new: fx.Node) -> None:
     """Readers of `node` read `new`, which takes over what is known of its memory."""
     take_over(node, new)
     node.replace_all_uses_with(new)
+
+
+def put_back(node: fx.Node, new: fx.Node, before: fx.Node) -> None:
+    """Readers of `new` read `node` again, and what was added between `before` and `node` is gone."""
+    new.replace_all_uses_with(node)
+    while node.prev is not before:
+        node.graph.erase_node(node.prev)
 
 
 def erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:

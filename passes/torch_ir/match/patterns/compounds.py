@@ -25,7 +25,7 @@ from te_dynamo.passes.torch_ir.match.patterns.grouped import match_grouped
 from te_dynamo.passes.torch_ir.match.patterns.linears.letters import einsum_steps, emit_steps
 from te_dynamo.passes.torch_ir.match.patterns.linears.linear import RecipeFor, linear_record, match_linear
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import Sizes, contraction_by_weight, is_parameter
-from te_dynamo.passes.torch_ir.match.values import calls, erase_unused, name_of, replace, tensor_of
+from te_dynamo.passes.torch_ir.match.values import calls, erase_unused, name_of, put_back, replace, tensor_of
 from te_dynamo.report import RECORD, MatchRecord
 
 __all__ = ["match_compound"]
@@ -78,11 +78,9 @@ def _match_steps(node: fx.Node, recipe_for: RecipeFor, outside: str) -> list[Mat
     if any(record.matched for record in records):
         erase_unused(node.graph, [node])
         return records
-    steps[-1].replace_all_uses_with(node)
     reasons = [step.meta.get(LEFT_FOR_COST, "") for step in steps]
     node.meta[RECORD], node.meta[LEFT_FOR_COST] = records[0], max(reasons)
-    while node.prev is not before:
-        node.graph.erase_node(node.prev)
+    put_back(node, steps[-1], before)
     return records
 
 

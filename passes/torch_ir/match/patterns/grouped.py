@@ -64,6 +64,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     erase_unused,
     fixed,
     left_as_plain,
+    put_back,
     quantized_of,
     replace,
     tensor_of,
@@ -140,10 +141,8 @@ def _match_contraction(node: fx.Node, recipe_for: RecipeFor, outside: str) -> li
     if record.matched:
         erase_unused(node.graph, [node])
     else:
-        whole.replace_all_uses_with(node)
         node.meta[RECORD], node.meta[LEFT_FOR_COST] = record, product.meta.get(LEFT_FOR_COST, "")
-        while node.prev is not before:
-            node.graph.erase_node(node.prev)
+        put_back(node, whole, before)
     return [record]
 
 

@@ -62,6 +62,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     erase_unused,
     fixed,
     left_as_plain,
+    put_back,
     quantized_of,
     replace,
     tensor_of,
@@ -183,10 +184,8 @@ def _rewrite_contraction(node: fx.Node, product: Product, recipe: Recipe, named:
     replace(node, whole)  # now, for its readers decide which strides it may have
     reason = "its operands are no tensors" if inner is None else _rewrite(linear, inner, recipe, named)
     if reason:
-        whole.replace_all_uses_with(node)
         node.meta[LEFT_FOR_COST] = linear.meta.get(LEFT_FOR_COST, "")
-        while node.prev is not before:
-            node.graph.erase_node(node.prev)
+        put_back(node, whole, before)
         return reason
     erase_unused(node.graph, [node])
     return ""
