@@ -173,16 +173,17 @@ def export(
     target, given = unwrap(model)
     options = Options.parse(options_and_mode(given, None, None, recipe, rules))
     _check_leaves(target, args, kwargs)
-    _check_package(kernels, path, inductor)
+    of_inductor = inductors_own(inductor)
+    _check_package(kernels, path, of_inductor)
     token = leaving.set(True)
     try:
         ours, report = _program(target, (args, dict(kwargs or {}), dynamic_shapes), options)
         program, written = ours.run_decompositions(decompositions()), None
         if kernels == "triton":
-            written = package_of_kernels(ours, str(path), options, report, inductors_own(inductor))
+            written = package_of_kernels(ours, str(path), options, report, of_inductor)
         elif path is not None:
             # Casts round, as they do where each operation runs by itself.
-            chosen = {"emulate_precision_casts": True, **dict(options.inductor), **inductors_own(inductor)}
+            chosen = {"emulate_precision_casts": True, **dict(options.inductor), **of_inductor}
             written = torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=chosen)
     finally:
         leaving.reset(token)
@@ -218,15 +219,14 @@ def _trace(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> tor
         ) from error
 
 
-def _check_package(kernels: str, path: Any, inductor: Mapping[str, Any] | None) -> None:
-    inductors_own(inductor)
+def _check_package(kernels: str, path: Any, of_inductor: Mapping[str, Any]) -> None:
     if kernels not in ("torch", "triton"):
         raise InputError(f"te_dynamo.export: kernels is 'torch' or 'triton', got {kernels!r}")
     if kernels == "triton" and path is None:
         raise InputError(
             "te_dynamo.export: Triton kernels go into a package: give its path, or leave kernels='triton' out"
         )
-    if inductor and path is None:
+    if of_inductor and path is None:
         raise InputError("te_dynamo.export: inductor= is of the package: give its path, or leave inductor= out")
     if path is not None and not str(path).endswith(".pt2"):
         raise InputError(f'te_dynamo.export: path is of a package and ends in ".pt2", got {path!r}')
