@@ -14,6 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor.config
 from helpers.dynamo import collect_no_garbage, explain_here_alone, few_rows_too, time_no_guards
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -64,6 +67,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def what_tests_leave_out() -> Iterator[None]:
     with collect_no_garbage(), time_no_guards(), few_rows_too():
         yield
+
+
+@pytest.fixture(autouse=True)
+def torchs_settings_stay() -> Iterator[None]:
+    """As they were, whatever a test calls: torchao's quantize_ makes Inductor time kernels on a GPU from then on."""
+    configs = (torch._inductor.config, torch._dynamo.config, torch._functorch.config)
+    before = [config.get_config_copy() for config in configs]
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)
+    for config, settings in zip(configs, before, strict=True):
+        after = config.get_config_copy()
+        config.load_config({name: value for name, value in settings.items() if after[name] != value})
 
 
 @pytest.fixture(autouse=True)
