@@ -14,9 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch._dynamo
-import torch._functorch.config
-import torch._inductor.config
 from helpers.dynamo import collect_no_garbage, explain_here_alone, few_rows_too, time_no_guards
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -72,6 +69,10 @@ def what_tests_leave_out() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def torchs_settings_stay() -> Iterator[None]:
     """As they were, whatever a test calls: torchao's quantize_ makes Inductor time kernels on a GPU from then on."""
+    import torch._dynamo.config  # not above: to import them sets the directory of their caches
+    import torch._functorch.config
+    import torch._inductor.config
+
     configs = (torch._inductor.config, torch._dynamo.config, torch._functorch.config)
     before = [config.get_config_copy() for config in configs]
     precision = torch.get_float32_matmul_precision()
