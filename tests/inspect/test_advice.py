@@ -13,6 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import te_dynamo
 from te_dynamo.errors import CoverageError, InvalidOptionError
+from te_dynamo.inspect import advice
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.match import cpu_bound
 
@@ -169,7 +170,8 @@ def test_a_gather_in_fp8_that_takes_longer(monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
-def test_a_cache_that_keeps_nothing() -> None:
+def test_a_cache_that_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "_told_of_functions", set())  # a function's warnings come once a process
     model, step = nn.Linear(32, 32), {"weight_cache": "step"}
     assert run(model, **step) == []
     weight = torch.randn(32, 32)  # no parameter
