@@ -26,7 +26,13 @@ __all__ = ["UNSET", "Options", "flag", "inductors_own", "names_near_keywords", "
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-UNSET: Any = object()
+
+class _Unset:
+    def __repr__(self) -> str:  # in help() of a function with this default
+        return "UNSET"
+
+
+UNSET: Any = _Unset()
 """The default of a keyword whose option is then not given."""
 
 

@@ -138,6 +138,16 @@ def test_train_parallel_says_how_it_is_started() -> None:
 
 
 @pytest.mark.slow
+def test_generate_says_how_it_is_called() -> None:
+    alone = subprocess.run([sys.executable, str(EXAMPLES / "generate.py")], capture_output=True, text=True)
+    assert (
+        alone.returncode == 1
+        and "python examples/generate.py FOLDER" in alone.stderr
+        and "Traceback" not in alone.stderr
+    )
+
+
+@pytest.mark.slow
 def test_train_parallel_goes_on_with_another_number_of_processes(tmp_path: pathlib.Path) -> None:
     """Two by two, then one by two: the losses of a run of one by two."""
     pytest.importorskip("tqdm")

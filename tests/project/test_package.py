@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import os
 import re
 import shutil
@@ -40,6 +41,13 @@ def test_the_version_is_the_same_everywhere() -> None:
         "CHANGELOG.md": "release, {}.",
     }.items():
         assert line.format(version) in (ROOT / name).read_text(), name
+
+
+@pytest.mark.parametrize(
+    "name", ["compile", "set_recipe", "export", "explain", "compare", "compare_recipes", "save_checkpoint"]
+)
+def test_help_shows_no_address(name: str) -> None:
+    assert " at 0x" not in str(inspect.signature(getattr(te_dynamo, name)))
 
 
 def test_every_package_is_declared() -> None:

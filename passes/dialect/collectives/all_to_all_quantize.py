@@ -1,4 +1,4 @@
-"""Tokens of expert parallelism, quantized by the rank that has them before they go to their experts' ranks: one byte a value travels.
+"""Tokens of expert parallelism, quantized by the rank that has them before they go to their experts' ranks: one byte per value travels.
 
     before    g: bf16[R, K] = _c10d_functional.all_to_all_single(x, received, sent, group)     x: bf16[S, K], sent: the rows of each of P ranks
               w: bf16[R, K] = _c10d_functional.wait_tensor(g)

@@ -1,4 +1,4 @@
-"""A sequence-parallel linear's input, or its dy, quantized by each rank before it is gathered: one byte a value travels.
+"""A sequence-parallel linear's input, or its dy, quantized by each rank before it is gathered: one byte per value travels.
 
     before    g: bf16[P*B, S, K] = _c10d_functional.all_gather_into_tensor(x, P, group)        x: bf16[B, S, K], a rank's tokens
               w: bf16[P*B, S, K] = _c10d_functional.wait_tensor(g)
@@ -22,7 +22,7 @@ An all-gather stays in its own precision, and `explain` says why, where
 - something else reads what is gathered, such as a linear of another recipe;
 - the ranks do not divide the tokens, so that some of what is gathered is padding;
 - blocks have scales of their own. There columns, which backward multiplies, are no transposition of the rows. To gather both is to gather
-  two bytes a value, as many as in 16 bits.
+  two bytes per value, as many as in 16 bits.
 
 What is reduced and scattered stays in its own precision, as it is a sum.
 """

@@ -1,4 +1,4 @@
-"""An addition in the GEMM whose result it reads: a residual stream's, or that of the gradients of linears with one input.
+"""An addition in the GEMM whose result it reads: a residual stream's, or that of the gradients of linear layers with one input.
 
     before    gemm: bf16[M, N] = te.gemm(a, e4m3[row], b, e4m3[row], bf16, fast_accum=False, bias=bias)
               y: bf16[M, N] = aten.add(x, gemm)

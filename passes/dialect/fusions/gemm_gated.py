@@ -7,7 +7,7 @@
               gate = y[0][:, :N];  up = y[0][:, N:]
               h: (f8e4m3[M, N], f8e4m3[N, M], f32[1]) = te.gated_quantize(gate, up, 'silu', e4m3[row+column], keep_output=False, amax=y[1])
 
-Bit-equal. Of one scale a tensor alone: no other product finds an amax, and no other format asks for one. gate is 1 where up comes first in
+Bit-equal. For per-tensor scales alone: no other product finds an amax, and no other format asks for one. gate is 1 where up comes first in
 the stack. Where the kernel that can do so does not run (small products, a CPU), te.gemm_gated does what stood there before.
 """
 

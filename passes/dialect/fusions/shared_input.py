@@ -1,4 +1,4 @@
-"""Linears that share an input, as one GEMM in forward, one dgrad and one wgrad: gate and up; q and k, or q, k and v.
+"""Linear layers that share an input, as one GEMM in forward, one dgrad and one wgrad: gate and up; q and k, or q, k and v.
 
     before    q_1 = te.quantize(gate.weight, e4m3[row+column]);  q_2 = te.quantize(up.weight, e4m3[row+column])
               gate: bf16[M, N] = te.gemm([x.data, x.scale_inv], e4m3[row], [q_1.data, q_1.scale_inv], e4m3[row], bf16, False)
@@ -37,7 +37,7 @@ where the sum of two GEMMs rounds three times. Weight gradients have the same bi
 With biases, `y` is te.add_bias of the product and of all biases, one behind the other. A linear without one among them adds -0.0, which
 changes no bit. Their gradients are sums of their own, as before.
 
-Kept weights (passes/torch_ir/workspaces.py) are inputs of the graph as such a stack: those with one scale each, and in blocks those of which
+Cached weights (passes/torch_ir/workspaces.py) are inputs of the graph as such a stack: those with one scale each, and in blocks those of which
 backward reads nothing. Each linear reads slices of it, and the fusion takes the slices away.
 
 More than three become stacks of two or three neighbours each, gate and up one of their own: four 2 and 2, five 3 and 2. dx is the sum of
@@ -45,7 +45,7 @@ their dgrads.
 
 These are left as they are, and `explain` gives the reason of all but the first:
 
-- linears in NVFP4, of several inputs or regions of checkpointing, or with weights that others read;
+- linear layers in NVFP4, of several inputs or regions of checkpointing, or with weights that others read;
 - weights whose first dimension is no multiple of 128;
 - results that the graph returns, or that a view cannot read by rows of one stride;
 - a mixture of weights with and without gradient;
@@ -97,7 +97,7 @@ _BY_ROWS = (gated, gated_backward)  # the te operations that read tensors with a
 
 
 def fuse_shared_input(graph: Graph) -> int:
-    """Linears of one input -> te.quantize_stacked and te.gemm of a stack.
+    """Linear layers of one input -> te.quantize_stacked and te.gemm of a stack.
 
     A joint fusion; among the forward ones for inference graphs. In the forward part of a divided graph nothing is left to find.
     """

@@ -20,7 +20,7 @@ forward, backward and what is saved.
     root.py         where in the whole model these paths begin, behind a graph break too
     values.py       what a node calls, which tensor it gives, how a te node replaces it
 
-    patterns/
+    patterns/linears/
     linear.py       linears: always tried, always recorded
     products.py     the ways in which models write them: F.linear, x @ weight, addmm
     letters.py      einsum, tensordot, inner, weight @ x, baddbmm: a letter for each dimension
@@ -29,9 +29,12 @@ forward, backward and what is saved.
     strides.py      results that the user's views read
     padding.py      a weight whose N or K the GEMMs do not take
     fp32.py         a product whose author casts up to fp32 for it
+    stored.py       weights that are codes already
+    shards.py       F.linear of DTensors: te.linear of the rank's shards
+
+    patterns/
     compounds.py    calls that hide products (recurrent cells, bilinear): recorded; an einsum of several weights is taken apart
     attention.py    nn.MultiheadAttention, nn.TransformerEncoderLayer: their parts take their place
-    shards.py       F.linear of DTensors: te.linear of the rank's shards
     grouped.py      F.grouped_mm, torch.bmm by a parameter: a mixture's experts
     experts.py      a loop over experts that each take a piece of one split
     norm.py         F.layer_norm, F.rms_norm: as the next two, only next to a matched linear

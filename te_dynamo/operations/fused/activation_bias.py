@@ -9,7 +9,7 @@
                            dx = dz @ weight,  dweight = dz^T @ x
 
 dz is never written in bf16. The Bias may be missing. The activation is one of te.activation's, and the linear wants its dy in FP8 with
-one scale a tensor or a block: the kernels write nothing else.
+one scale for each tensor or block: the kernels write nothing else.
 """
 
 from typing import Optional

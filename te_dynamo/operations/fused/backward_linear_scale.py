@@ -8,7 +8,7 @@
                             s' = s * scale                     one number
                             dx = q @ weight * s',  dweight = q^T @ x * s'
 
-This saves one pass over dy. It is for recipes with one scale a tensor, because a scale for a block, or a power of two, is not one such number. dh is
+This saves one pass over dy. It is for recipes with a per-tensor scale, because a scale for a block, or a power of two, is not one such number. dh is
 not rounded before it is quantized. So where the scale is no power of two, values at a rounding boundary may round to the other side.
 """
 

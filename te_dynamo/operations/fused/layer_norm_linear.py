@@ -10,7 +10,7 @@
 
 Backward is that of the basic operations. The fusion is joint because it saves what its own backward reads and no more: x, the norm's weight and
 its statistics, only where the norm has a gradient to compute. The norm is a LayerNorm or an RMSNorm. The Bias may be missing. The recipe is
-one whose buffers the norm kernels write (one scale a tensor or a block) and whose backward is quantized.
+one whose buffers the norm kernels write (one scale for each tensor or block) and whose backward is quantized.
 """
 
 from typing import Optional

@@ -18,7 +18,7 @@
 Forward saves x and the norm's statistics, y and a quantized by columns, both weights by columns, and z. With recompute="activation" it does
 not save a, the larger half of what an MLP keeps: backward computes a again by one pass over z. The fusion is joint for this reason.
 
-The norm is a LayerNorm or an RMSNorm. The activation is any that has one input, gated or not. Either Bias may be missing. Both linears have a
+The norm is a LayerNorm or an RMSNorm. The activation is any that has one input, gated or not. Either Bias may be missing. Both layers have a
 recipe whose backward is quantized. Where no kernel writes a recipe's buffers, or there is none for an activation, te.quantize reads the
 unquantized result. Without recompute, such recipes are left to the smaller fusions.
 """
