@@ -19,14 +19,6 @@ from te_dynamo.kernels.norm.norm import layer_norm_quantize_reference, rms_norm_
 from te_dynamo.kernels.norm.quantized import norm_quantize
 from te_dynamo.kernels.quantize.current import Tile
 
-__all__ = [
-    "add_layer_norm_quantize",
-    "add_layer_norm_quantize_reference",
-    "add_rms_norm_quantize",
-    "add_rms_norm_quantize_reference",
-]
-
-
 # --- reference ----------------------------------------------------------------------------------------------
 
 

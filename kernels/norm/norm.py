@@ -21,17 +21,6 @@ from te_dynamo.kernels.norm.quantized import norm_quantize
 from te_dynamo.kernels.quantize.current import Tile
 from te_dynamo.kernels.quantize.formats import reference_of
 
-__all__ = [
-    "layer_norm",
-    "layer_norm_quantize",
-    "layer_norm_quantize_reference",
-    "layer_norm_reference",
-    "rms_norm",
-    "rms_norm_quantize",
-    "rms_norm_quantize_reference",
-    "rms_norm_reference",
-]
-
 # --- reference ----------------------------------------------------------------------------------------------
 
 

@@ -57,15 +57,6 @@ from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.kernels.tiles.fp8 import program_count, zero_padded
 
-__all__ = [
-    "HADAMARD_SIGNS",
-    "dequantize_nvfp4",
-    "dequantize_nvfp4_reference",
-    "hadamard_reference",
-    "quantize_nvfp4",
-    "quantize_nvfp4_reference",
-]
-
 TENSOR_MAX = 2688.0
 """Largest scale (448) times largest element (6): what amax becomes."""
 

@@ -19,8 +19,6 @@ from te_dynamo.command_line.failure import Failure
 from te_dynamo.command_line.target import Subject, load
 from te_dynamo.inspect.tables import FittedTable, text_of
 
-__all__ = ["Row", "add", "run", "rows_of"]
-
 _WARM_UP = 3
 
 

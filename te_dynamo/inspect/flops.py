@@ -24,8 +24,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from te_dynamo.inspect.target import exchange_tensors, held_as_before
 from te_dynamo.report import MatchRecord
 
-__all__ = ["MatrixFlops", "count_matrix_flops", "share_with_rows"]
-
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 

@@ -25,8 +25,6 @@ from te_dynamo.inspect.graphs.graph_text import statements
 from te_dynamo.inspect.page.layers import Layers
 from te_dynamo.user_code import module_here, source_line
 
-__all__ = ["stages_to_draw", "te_bytes"]
-
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "convolution", "einsum", "conv2d", "conv1d"}
 _DRAWN = {"te", "product", "attention"}
 

@@ -35,15 +35,6 @@ from te_dynamo.passes.torch_ir.match.values import (
 from te_dynamo.passes.torch_ir.match.where import module_path, source_line
 from te_dynamo.report import MatchRecord
 
-__all__ = [
-    "activation_of",
-    "factors",
-    "match_activation",
-    "match_written_activation",
-    "record",
-    "replace_activation",
-]
-
 _GELU = {F.gelu, torch._C._nn.gelu}
 _SILU = {F.silu, torch._C._nn.silu}
 

@@ -73,8 +73,6 @@ from te_dynamo.rates import rates_of
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import RECORD, MatchRecord
 
-__all__ = ["emit_grouped_linear", "match_grouped", "recipe_reason", "shape_reason"]
-
 _GROUPED = {F.grouped_mm, torch._grouped_mm, torch.ops.aten._grouped_mm.default}
 _FALLBACK = "transformers::grouped_mm_fallback"
 """What transformers calls in a compiled model whose experts are not bf16, which torch's own does not take."""

@@ -17,8 +17,6 @@ from te_dynamo.passes.torch_ir.match.readers import with_one_row
 from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, sole_user, tensor_of
 from te_dynamo.report import MatchRecord
 
-__all__ = ["match_modulated_norm"]
-
 
 def match_modulated_norm(node: fx.Node) -> MatchRecord | None:
     """Replaces a modulated LayerNorm where that pays; None when `node` is not the last operation of one."""

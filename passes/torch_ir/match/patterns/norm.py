@@ -45,17 +45,6 @@ from te_dynamo.passes.torch_ir.match.values import (
 from te_dynamo.passes.torch_ir.match.where import module_path, source_line
 from te_dynamo.report import MatchRecord
 
-__all__ = [
-    "Norm",
-    "before_casts",
-    "called_norm",
-    "is_cast",
-    "left_norm",
-    "match_norm",
-    "replace_norm",
-    "why_no_te_norm",
-]
-
 _LAYER_NORM = {F.layer_norm, torch.layer_norm}
 _RMS_NORM = {F.rms_norm, torch.rms_norm}
 _CASTS = {"to", "type", "type_as", "float", "half", "bfloat16"}

@@ -35,8 +35,6 @@ from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, before_casts, is
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, dtype_name, fixed, sole_user, tensor_of
 from te_dynamo.report import MatchRecord
 
-__all__ = ["match_written_norm", "written_norm"]
-
 _SUB = ({operator.sub, torch.sub}, {"sub", "__sub__"})
 _MEAN = ({torch.mean}, {"mean"})
 _VARIANCE = ({torch.var}, {"var"})
