@@ -21,7 +21,6 @@ from te_dynamo.dialect.multiply import Operand
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.quantize import nvfp4
 from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8_reference
-from te_dynamo.quantized.storages.nvfp4 import HADAMARD_SIGNS
 
 SHAPE = (3, 20, 84)
 ROWS, COLUMNS = 60, 84
@@ -183,10 +182,6 @@ def test_nvfp4_is_what_its_gemm_reads() -> None:
         if hadamard:
             expected = nvfp4.hadamard_reference(expected, inverse=True)
         assert same_bits(held.dequantize(), expected[:, :ROWS].t().reshape(SHAPE).to(torch.bfloat16))
-
-
-def test_the_hadamard_signs_are_the_kernels() -> None:
-    assert HADAMARD_SIGNS == nvfp4.HADAMARD_SIGNS
 
 
 def test_e2m1_codes() -> None:
