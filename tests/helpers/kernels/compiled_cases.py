@@ -74,6 +74,18 @@ def compile_case(case: Case) -> PtxReport:
     return _compiled(case.kernel, tuple(case.args.items()), constants, types, case.aligned, case.capability)
 
 
+def check_machine_code(case: Case, shared_bytes: int = SHARED_BYTES) -> PtxReport:
+    """No spill, no warning, shared memory for all of its programs on a multiprocessor, what it must contain, and nothing that it must not."""
+    report = compile_case(case)
+    assert report.spills == 0 and report.warnings == (), report.log
+    assert report.shared <= shared_bytes // case.programs_per_sm
+    for text in case.has:
+        assert text in report.ptx, text
+    for text in case.lacks:
+        assert text not in report.ptx, text
+    return report
+
+
 @functools.cache
 def _compiled(kernel: Any, args: Any, items: Any, _: Any, aligned: tuple[str, ...], capability: int) -> PtxReport:
     constants = dict(items)
