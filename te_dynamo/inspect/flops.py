@@ -78,7 +78,7 @@ def share_with_rows(found: MatrixFlops, rows: Sequence[MatchRecord]) -> float:
 
 def _count(target: Callable[..., Any], args: Any, kwargs: Any) -> MatrixFlops:
     found, made = MatrixFlops(), _MadeOf(target)
-    mapping = {op: _noted(op, formula, made, found) for op, formula in {**flop_registry, **_MORE}.items()}
+    mapping = {op: _noted(formula, made, found) for op, formula in {**flop_registry, **_MORE}.items()}
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
     # Not compiled, what the model compiles of itself too: Dynamo would run that eagerly ever after a call in such a mode.
     with torch.compiler.set_stance("force_eager"), made.follows_calls(), made, counter:
@@ -86,7 +86,7 @@ def _count(target: Callable[..., Any], args: Any, kwargs: Any) -> MatrixFlops:
     return found
 
 
-def _noted(op: Any, formula: Callable[..., int], made: _MadeOf, found: MatrixFlops) -> Callable[..., int]:
+def _noted(formula: Callable[..., int], made: _MadeOf, found: MatrixFlops) -> Callable[..., int]:
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         flops = int(formula(*args, **kwargs, out_val=out_val))
         if any(made.is_weight(operand) for operand in tensors_in(args) if operand.dim() > 1):
