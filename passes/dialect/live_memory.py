@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from te_dynamo.dialect import is_te
+from te_dynamo.dialect.define import is_te
 from te_dynamo.dialect.gated import gated_backward, gated_backward_quantize, gated_backward_quantize_halves
 from te_dynamo.dialect.memory import byte_hint, is_product
 

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import te_dynamo
 from te_dynamo import Sequential
-from te_dynamo.dialect import GroupedLinearConfig
+from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
 from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.operations.basic import GroupedLinear, ScaledSwiGLU
 from te_dynamo.operations.fuser import grouped
