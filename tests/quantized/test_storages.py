@@ -164,9 +164,9 @@ def test_mxfp8_in_square_blocks_has_one_value_of_each(scale_block: int, swizzled
 
 def test_mxfp8_scale_codes() -> None:
     """2^(code - 127) for every code: 0 is a denormal, 255 NaN."""
-    from te_dynamo.quantized.storages.mxfp8 import _powers_of_two
+    from te_dynamo.kernels.layouts.mxfp8 import powers_of_two
 
-    found = _powers_of_two(torch.arange(256).to(torch.uint8))
+    found = powers_of_two(torch.arange(256).to(torch.uint8))
     assert found[:255].tolist() == [2.0 ** (code - 127) for code in range(255)] and found[255].isnan()
 
 
