@@ -11,8 +11,6 @@ import subprocess
 
 import torch
 
-__all__ = ["collect", "version"]
-
 ROOT = pathlib.Path(__file__).parents[1]
 
 

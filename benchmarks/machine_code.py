@@ -14,8 +14,6 @@ from typing import Any
 
 from triton import knobs
 
-__all__ = ["Code", "changes", "code_of", "normal"]
-
 _INSTRUCTION = re.compile(r"^(?:\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;|(\.\w+):)", re.MULTILINE)
 _SECTION = re.compile(r"^\s+\.section\s+\.text\.([\w$.]+)", re.MULTILINE)
 

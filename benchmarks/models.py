@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["BLOCKS", "Block"]
-
 
 class GatedMLP(nn.Module):
     """x + down(silu(gate(h)) * up(h)), h = rms_norm(x)."""

@@ -22,8 +22,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["RESULTS", "TABLES", "Run", "Table", "pages", "parser", "read", "split_choices", "table", "write"]
-
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 

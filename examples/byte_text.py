@@ -11,8 +11,6 @@ from pydoc_data.topics import topics
 
 import torch
 
-__all__ = ["ByteText", "decode", "english", "standard_library"]
-
 # Other people's packages, tests, and two folders that are tables of data rather than code.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
 

@@ -22,8 +22,6 @@ from te_dynamo.dialect.gemm import Gemm
 from te_dynamo.kernels.gemm.reference import dequantized, tensors_scale
 from te_dynamo.kernels.gemm.request import Request, check
 
-__all__ = ["decompositions", "multiplies_fp8"]
-
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """Operation -> what computes the same of torch's operations."""

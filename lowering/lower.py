@@ -15,8 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, Node
 
-from te_dynamo.dialect import KERNELS, is_te
-from te_dynamo.dialect.define import REFERENCE_ONLY
+from te_dynamo.dialect.define import KERNELS, REFERENCE_ONLY, is_te
 from te_dynamo.errors import LoweringError
 from te_dynamo.kernels.gemm.cublaslt import SCALED_MM
 from te_dynamo.kernels.runtime import availability

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.utils._pytree import tree_flatten
 
-from te_dynamo.dialect import KERNELS
+from te_dynamo.dialect.define import KERNELS
 from te_dynamo.dialect.fakes import fake_mode_of
 from te_dynamo.dialect.gemm import bias_grad
 from te_dynamo.dialect.memory import is_view, written_by_inductor

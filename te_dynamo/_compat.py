@@ -17,23 +17,6 @@ from torch.fx import Node
 if TYPE_CHECKING:
     from torch._library.opaque_object import MemberType
 
-__all__ = [
-    "REDISTRIBUTE",
-    "SAME_SHARDS",
-    "OpaqueMeta",
-    "as_analysed",
-    "asks_for_inference",
-    "attribute_read",
-    "is_exporting",
-    "is_newer_than",
-    "mutation_analysis_name",
-    "nodes_of_updater",
-    "register_value_class",
-    "sm_carveout",
-    "source_name",
-    "torch_version",
-]
-
 T = TypeVar("T", bound=type)
 
 # torch 2.11 accepts an opaque class only with this metaclass; later releases do not mind it.

@@ -79,8 +79,6 @@ from te_dynamo.weights.cache import make_buffers
 from te_dynamo.weights.freeze import watch
 from te_dynamo.weights.saved_supply import make_supply
 
-__all__ = ["te"]
-
 _phase: contextvars.ContextVar[str] = contextvars.ContextVar("te_dynamo_phase")
 """Which graph Inductor is compiling: "forward", "backward" or "inference"."""
 

@@ -18,8 +18,6 @@ import torch
 if TYPE_CHECKING:
     from te_dynamo.options import Options
 
-__all__ = ["cache_key", "sources_digest"]
-
 
 def cache_key(options: Options, *others: str) -> str:
     """A digest of the package's sources, torch's and Triton's versions, our options and what else decides which code is made.

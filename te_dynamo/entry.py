@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from te_dynamo.inspect.explain import Explanation
     from te_dynamo.report import Report
 
-__all__ = ["Exported", "compile", "export", "set_recipe"]
-
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 

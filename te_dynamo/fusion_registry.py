@@ -24,22 +24,6 @@ import torch
 
 from te_dynamo.errors import FusionError, InvalidOptionError
 
-__all__ = [
-    "Fusion",
-    "Phase",
-    "fusion_error",
-    "fusion_key",
-    "fusion_name",
-    "operation_fusions",
-    "operation_fusions_digest",
-    "register_backward_fusion",
-    "register_forward_backward_fusion",
-    "register_forward_fusion",
-    "register_graph_fusion",
-    "registered",
-    "unregister_fusion",
-]
-
 Fusion = Callable[..., Any]
 
 Kind = Literal["graph", "ops"]

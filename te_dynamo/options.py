@@ -22,8 +22,6 @@ from te_dynamo.recipe import Recipe
 from te_dynamo.rules.places import check, expression, has_places, lists_of
 from te_dynamo.user_code import paths_of
 
-__all__ = ["UNSET", "Options", "flag", "inductors_own", "names_near_keywords", "share"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -11,8 +11,6 @@ import torch
 from te_dynamo.kernels.runtime.target import TARGETS, Target, target_of
 from te_dynamo.remembered import remembered
 
-__all__ = ["H200", "KIND", "QUANTIZED", "Rates", "calibrated", "published", "rates_of"]
-
 KIND = "rates"
 """Under this name te_dynamo/remembered.py has what `python -m te_dynamo calibrate` found."""
 

@@ -25,8 +25,6 @@ import torch
 from te_dynamo.cache_key import sources_digest
 from te_dynamo.kernels.runtime.target import is_acting
 
-__all__ = ["remember", "remembered", "remembered_file", "why_unused"]
-
 
 def remembered(kind: str) -> Mapping[str, Any]:
     """The facts of this kind about the current CUDA device, read once a process; empty where there are none, without a device, and

@@ -10,8 +10,6 @@ from types import CodeType
 import torch
 from torch import fx, nn
 
-__all__ = ["OWNERS", "clean_path", "has_own_path", "is_torchs", "module_here", "paths_of", "source_line", "traced_code"]
-
 OWNERS = "te_dynamo_owners"
 """Key of a placeholder's meta: the paths of the modules in the whole model that hold this parameter (passes/torch_ir/match/root.py)."""
 

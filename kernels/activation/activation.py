@@ -21,21 +21,6 @@ from te_dynamo.kernels.produce.tensor import made
 from te_dynamo.kernels.quantize.current import Tile
 from te_dynamo.kernels.quantize.formats import reference_of
 
-__all__ = [
-    "KINDS",
-    "activation",
-    "activation_backward",
-    "activation_backward_quantize",
-    "activation_backward_quantize_reference",
-    "activation_backward_reference",
-    "activation_quantize",
-    "activation_quantize_reference",
-    "activation_reference",
-    "check_kind",
-    "derivative_reference",
-    "value_reference",
-]
-
 KINDS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2")
 
 

@@ -23,22 +23,6 @@ from te_dynamo.kernels.produce.tensor import made, partial_amaxes
 from te_dynamo.kernels.quantize.current import Tile, quantize_stacked_reference
 from te_dynamo.kernels.quantize.formats import reference_of
 
-__all__ = [
-    "BOUNDED_KINDS",
-    "KINDS",
-    "check_kind",
-    "source_of_gradients",
-    "gated",
-    "gated_backward",
-    "gated_backward_quantize",
-    "gated_backward_quantize_reference",
-    "gated_backward_reference",
-    "gated_partial_amaxes",
-    "gated_quantize",
-    "gated_quantize_reference",
-    "gated_reference",
-]
-
 KINDS = (*(kind for kind in activation.KINDS if kind != "relu2"), "sigmoid", "identity")
 """What may gate: every activation, the sigmoid, which is no te.activation as it is not zero at zero, and the gate itself.
 The square of a relu may not: it grows past the bound by which kernels/gemm/specialized/gated.py finds the largest product."""

@@ -22,8 +22,6 @@ from te_dynamo.kernels.produce.produce import produce
 from te_dynamo.kernels.quantize.current import Tile
 from te_dynamo.kernels.quantize.formats import FORMATS, reference_of
 
-__all__ = ["gated_backward_quantize_halves", "gated_backward_quantize_halves_reference"]
-
 
 def gated_backward_quantize_halves_reference(
     dy: torch.Tensor,

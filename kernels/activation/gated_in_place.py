@@ -24,8 +24,6 @@ from te_dynamo.kernels.runtime.writes import updates, writes
 from te_dynamo.kernels.tiles.activations import gradients
 from te_dynamo.kernels.tiles.fp8 import load_scale, rounded, saturating_cast
 
-__all__ = ["COLUMNS_MULTIPLE", "MOST_COLUMNS", "gated_backward_quantize_in_place"]
-
 MOST_COLUMNS = 32768
 """Longest row of dy that fits into a program's registers."""
 

@@ -62,21 +62,6 @@ from te_dynamo.kernels.runtime.margin import gemm_target
 from te_dynamo.kernels.runtime.target import Target
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, SEGMENT_MULTIPLE, Stacking
 
-__all__ = [
-    "TUNED",
-    "Asked",
-    "Choice",
-    "Product",
-    "Stacking",
-    "asked_products",
-    "can_fuse",
-    "choose",
-    "choose_for",
-    "product_us",
-    "stacking_pays",
-    "use_tuned",
-]
-
 CALL_US = (
     50.0  # from here on a call pays, which keeps the CPU busy for some 20 us longer than a launch by Inductor's code
 )

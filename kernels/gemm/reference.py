@@ -11,6 +11,7 @@ from te_dynamo.kernels.activation.gated import gated_reference
 from te_dynamo.kernels.gemm.gated import check_gated, halves
 from te_dynamo.kernels.gemm.request import Operand, Request, check
 from te_dynamo.kernels.layouts.block import BLOCK
+from te_dynamo.kernels.layouts.mxfp8 import powers_of_two
 from te_dynamo.kernels.layouts.sizes import blocks_of, round_up
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8_reference
@@ -113,10 +114,7 @@ def scales_of_rows(x: Operand) -> torch.Tensor:
     (rows, k), scale_inv = x.size, x.scale_inv
     blocks = blocks_of(k, BLOCK)
     if scale_inv.dtype == torch.uint8:
-        codes = scale_inv[:rows, : 4 * blocks : 4].to(torch.int32)
-        # 2^-127 is subnormal: its exponent field is 0 and its highest mantissa bit set.
-        bits = torch.where(codes == 0, 0x00400000, codes << 23)
-        return torch.where(codes == 255, 0x7FC00000, bits).view(torch.float32)
+        return powers_of_two(scale_inv[:rows, : 4 * blocks : 4])
     if x.scaling == "128x128":
         return scale_inv[:, :blocks].repeat_interleave(BLOCK, dim=0)[:rows]
     if x.scaling != "1x128":

@@ -26,6 +26,13 @@ def columnwise_names(scale_block: int, two_d: bool) -> tuple[str, str]:
     return "data" if two_d and scale_block == BLOCK else "columnwise_data", "columnwise_scale_inv"
 
 
+def powers_of_two(codes: torch.Tensor) -> torch.Tensor:
+    """2^(code - 127) in fp32 of E8M0 codes, from the bits: code 0 is a denormal, with its highest mantissa bit alone, code 255 NaN."""
+    codes = codes.to(torch.int32)
+    bits = torch.where(codes == 0, 0x00400000, codes << 23)
+    return torch.where(codes == 255, 0x7FC00000, bits).view(torch.float32)
+
+
 @dataclasses.dataclass(frozen=True)
 class MXFP8Form(Form):
     """scale_block: 32, or 128 for one scale four times; ValueError for another. swizzled: kernels/layouts/tiled_scales.py.

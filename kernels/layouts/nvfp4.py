@@ -14,6 +14,10 @@ from te_dynamo.kernels.layouts.sizes import Buffers, Size, blocks_of, round_up, 
 BLOCK = 16
 """Elements with one scale."""
 
+HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""Of the transform of columns (kernels/quantize/nvfp4.py). Random once, now fixed, so that the operands of a product agree: the signs that
+Transformer Engine uses."""
+
 
 def data_shape(rows: Size, k: Size) -> tuple[Size, Size]:
     """The shape of the codes of [rows, k]: rows of whole 16 bytes."""

@@ -13,19 +13,13 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.layouts.form import Form
-from te_dynamo.kernels.norm.kernels import norm_arguments
-from te_dynamo.kernels.norm.norm import layer_norm_quantize_reference, rms_norm_quantize_reference
-from te_dynamo.kernels.norm.quantized import norm_quantize
+from te_dynamo.kernels.norm.norm import (
+    layer_norm_quantize,
+    layer_norm_quantize_reference,
+    rms_norm_quantize,
+    rms_norm_quantize_reference,
+)
 from te_dynamo.kernels.quantize.current import Tile
-
-__all__ = [
-    "add_layer_norm_quantize",
-    "add_layer_norm_quantize_reference",
-    "add_rms_norm_quantize",
-    "add_rms_norm_quantize_reference",
-]
-
 
 # --- reference ----------------------------------------------------------------------------------------------
 
@@ -46,40 +40,15 @@ def add_layer_norm_quantize_reference(x: torch.Tensor, residual: torch.Tensor, *
 
 
 def add_rms_norm_quantize(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    cast_before_weight: bool,
-    zero_centered: bool,
-    form: Form,
-    keep_output: bool,
-    dtype: torch.dtype | None = None,
-    quantized_dtype: torch.dtype | None = None,
-    tile: Tile | None = None,
+    x: torch.Tensor, residual: torch.Tensor, *norm: Any, tile: Tile | None = None
 ) -> list[torch.Tensor]:
-    """[h, y?, rstd, data?, transpose?, scale_inv], equal to x + residual, then `rms_norm_quantize`.
+    """[h, y?, rstd, data?, transpose?, scale_inv], equal to x + residual, then `rms_norm_quantize`, of whose further arguments `norm` are.
 
     x and residual are of one shape, and bf16, fp16 or fp32.
     """
-    x, residual = x.contiguous(), residual.contiguous()
-    norm = norm_arguments(x, weight, None, False, cast_before_weight, zero_centered)
-    return norm_quantize(x, norm, eps, form, keep_output, tile, dtype, quantized_dtype, residual=residual)
+    return rms_norm_quantize(x, *norm, tile=tile, residual=residual.contiguous())
 
 
-def add_layer_norm_quantize(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    form: Form,
-    keep_output: bool,
-    dtype: torch.dtype | None = None,
-    quantized_dtype: torch.dtype | None = None,
-    tile: Tile | None = None,
-) -> list[torch.Tensor]:
-    """[h, y?, mean, rstd, data?, transpose?, scale_inv], equal to x + residual, then `layer_norm_quantize`."""
-    x, residual = x.contiguous(), residual.contiguous()
-    norm = norm_arguments(x, weight, bias, True)
-    return norm_quantize(x, norm, eps, form, keep_output, tile, dtype, quantized_dtype, residual=residual)
+def add_layer_norm_quantize(x: torch.Tensor, residual: torch.Tensor, *norm: Any) -> list[torch.Tensor]:
+    """[h, y?, mean, rstd, data?, transpose?, scale_inv], equal to x + residual, then `layer_norm_quantize`, of whose further arguments `norm` are."""
+    return layer_norm_quantize(x, *norm, residual=residual.contiguous())

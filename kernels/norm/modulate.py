@@ -20,13 +20,6 @@ from te_dynamo.kernels.norm.quantized import norm_quantize
 from te_dynamo.kernels.quantize.current import Tile
 from te_dynamo.kernels.quantize.formats import reference_of
 
-__all__ = [
-    "layer_norm_modulate",
-    "layer_norm_modulate_quantize",
-    "layer_norm_modulate_quantize_reference",
-    "layer_norm_modulate_reference",
-]
-
 # --- reference ----------------------------------------------------------------------------------------------
 
 

@@ -21,17 +21,6 @@ from te_dynamo.kernels.norm.quantized import norm_quantize
 from te_dynamo.kernels.quantize.current import Tile
 from te_dynamo.kernels.quantize.formats import reference_of
 
-__all__ = [
-    "layer_norm",
-    "layer_norm_quantize",
-    "layer_norm_quantize_reference",
-    "layer_norm_reference",
-    "rms_norm",
-    "rms_norm_quantize",
-    "rms_norm_quantize_reference",
-    "rms_norm_reference",
-]
-
 # --- reference ----------------------------------------------------------------------------------------------
 
 
@@ -150,11 +139,12 @@ def rms_norm_quantize(
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
+    residual: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """[y?, rstd, data?, transpose?, scale_inv], equal to `rms_norm` then `quantize`."""
+    """[y?, rstd, data?, transpose?, scale_inv], equal to `rms_norm` then `quantize`. residual: as `add_rms_norm_quantize` takes it."""
     x = x.contiguous()
     norm = norm_arguments(x, weight, None, False, cast_before_weight, zero_centered)
-    return norm_quantize(x, norm, eps, form, keep_output, tile, dtype, quantized_dtype)
+    return norm_quantize(x, norm, eps, form, keep_output, tile, dtype, quantized_dtype, residual=residual)
 
 
 def layer_norm_quantize(
@@ -167,7 +157,9 @@ def layer_norm_quantize(
     dtype: torch.dtype | None = None,
     quantized_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
+    residual: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """[y?, mean, rstd, data?, transpose?, scale_inv], equal to `layer_norm` then `quantize`."""
+    """[y?, mean, rstd, data?, transpose?, scale_inv], equal to `layer_norm` then `quantize`. residual: as `add_layer_norm_quantize` takes it."""
     x = x.contiguous()
-    return norm_quantize(x, norm_arguments(x, weight, bias, True), eps, form, keep_output, tile, dtype, quantized_dtype)
+    norm = norm_arguments(x, weight, bias, True)
+    return norm_quantize(x, norm, eps, form, keep_output, tile, dtype, quantized_dtype, residual=residual)

@@ -19,8 +19,6 @@ from te_dynamo.kernels.quantize.formats import FORMATS
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.fp8 import program_count
 
-__all__ = ["norm_quantize"]
-
 
 def norm_quantize(
     x: torch.Tensor,

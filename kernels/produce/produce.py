@@ -29,8 +29,6 @@ from te_dynamo.kernels.quantize.mxfp8 import mxfp8_launches
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.block_words import packs
 
-__all__ = ["Source", "produce"]
-
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 _NO_NORM = dict.fromkeys(("LAYER", "HAS_WEIGHT", "HAS_BIAS", "CAST_BEFORE_WEIGHT", "ZERO_CENTERED", "MODULATED"), False)

@@ -36,8 +36,6 @@ from te_dynamo.kernels.tiles.fp8 import (
 if TYPE_CHECKING:
     from te_dynamo.kernels.produce.produce import Source
 
-__all__ = ["launch_columns", "produce_rows"]
-
 MOST_HELD = 16384
 """Values of a row that its program holds; half of it where it holds two gradients, or elements of 4 bytes."""
 

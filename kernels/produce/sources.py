@@ -23,8 +23,6 @@ from te_dynamo.kernels.tiles.block_words import high_value, load_words, low_valu
 from te_dynamo.kernels.tiles.fp8 import widened
 from te_dynamo.kernels.tiles.norms import load_affine, normalize
 
-__all__ = ["computed", "has_second", "made_elements", "made_words", "store_elements", "store_words"]
-
 
 def has_second(k) -> bool:  # type: ignore[no-untyped-def]
     """Whether a launch writes two tensors, for `writes`."""

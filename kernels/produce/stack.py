@@ -19,8 +19,6 @@ from te_dynamo.kernels.produce.produce import Source, produce
 from te_dynamo.kernels.quantize.current import stacked_size
 from te_dynamo.kernels.quantize.formats import reference_of
 
-__all__ = ["quantize_stacked_blocks", "quantize_stacked_blocks_reference"]
-
 
 def quantize_stacked_blocks_reference(xs: Sequence[torch.Tensor], form: Form, by_columns: bool) -> list[torch.Tensor]:
     """`quantize_stacked_blocks` in plain PyTorch, on any device."""

@@ -26,8 +26,6 @@ from te_dynamo.kernels.tiles.one_pass import partials_to_find, passes
 if TYPE_CHECKING:
     from te_dynamo.kernels.produce.produce import Source
 
-__all__ = ["made", "partial_amaxes", "produce_tensor"]
-
 LARGE_TILES: dict[str, Tile] = {
     "activation": (128, 64, 4),
     "activation_backward": (256, 64, 8),

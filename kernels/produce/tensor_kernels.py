@@ -34,9 +34,6 @@ from te_dynamo.kernels.tiles.one_pass import (
 )
 from te_dynamo.kernels.tiles.row_quarters import load_quarter, quarter_codes, store_codes, store_quarter
 
-__all__ = ["produce_amax_kernel", "produce_write_kernel"]
-
-
 # --- amaxes ---------------------------------------------------------------------------------------------------
 
 

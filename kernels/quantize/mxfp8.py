@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from te_dynamo.kernels.layouts import mxfp8
-from te_dynamo.kernels.layouts.mxfp8 import BLOCK, MXFP8Form, columnwise_names
+from te_dynamo.kernels.layouts.mxfp8 import BLOCK, MXFP8Form, columnwise_names, powers_of_two
 from te_dynamo.kernels.layouts.sizes import Size, blocks_of, round_up, rows_and_columns, transposed
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales, swizzle_scales
 from te_dynamo.kernels.quantize.block_kernels import quantize_block_kernel
@@ -72,10 +72,8 @@ def dequantize_mxfp8_reference(
     if columnwise:
         return dequantize_mxfp8_reference(data.t(), scale_inv.t(), False, dtype).t().contiguous()
     rows, columns = data.shape
-    codes = scale_inv[:rows].repeat_interleave(BLOCK, dim=1)[:, :columns].to(torch.int32)
-    bits = torch.where(codes == 0, 0x00400000, codes << 23)  # 2^(code - 127); 2^-127 is a denormal
-    bits = torch.where(codes == 255, 0x7FC00000, bits)
-    return (data.to(torch.float32) * bits.view(torch.float32)).to(dtype)
+    codes = scale_inv[:rows].repeat_interleave(BLOCK, dim=1)[:, :columns]
+    return (data.to(torch.float32) * powers_of_two(codes)).to(dtype)
 
 
 def _in_order(scale_inv: torch.Tensor, columnwise: bool) -> torch.Tensor:
@@ -92,9 +90,8 @@ def _quantize_rows(x: torch.Tensor, form: MXFP8Form) -> tuple[torch.Tensor, torc
     amax = blocks.abs().amax(-1)
     of_tiles = zero_padded(amax, round_up(rows, tall), amax.shape[1]).unflatten(0, (-1, tall)).amax(1)
     codes = _codes(of_tiles.repeat_interleave(tall, dim=0)[:rows], form.dtype)
-    bits = torch.where(codes == 254, 0x00400000, (254 - codes) << 23)  # 2^(127 - code); 2^-127 is a denormal
-    bits = torch.where(codes == 255, 0x7FC00000, bits)
-    value = (blocks * bits.view(torch.float32).unsqueeze(-1)).flatten(1)[:, :columns]
+    inverse = powers_of_two(torch.where(codes == 255, 255, 254 - codes))
+    value = (blocks * inverse.unsqueeze(-1)).flatten(1)[:, :columns]
     codes = codes.repeat_interleave(scale_block // BLOCK, dim=1)[:, : blocks_of(columns, BLOCK)]
     scale_inv = zero_padded(codes.to(torch.uint8), *mxfp8.scale_shape(rows, columns))
     return cast_reference(value, form.dtype), scale_inv

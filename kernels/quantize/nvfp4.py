@@ -40,12 +40,11 @@ from __future__ import annotations
 import torch
 
 from te_dynamo.kernels.layouts import nvfp4
-from te_dynamo.kernels.layouts.nvfp4 import BLOCK, NVFP4Form
+from te_dynamo.kernels.layouts.nvfp4 import BLOCK, HADAMARD_SIGNS, NVFP4Form
 from te_dynamo.kernels.layouts.sizes import Size, blocks_of, round_up, rows_and_columns
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales, swizzle_scales
 from te_dynamo.kernels.quantize.current import PARTIALS, Tile, partial_amaxes
 from te_dynamo.kernels.quantize.nvfp4_kernels import (
-    HADAMARD_SIGNS,
     HIGH_ROTATIONS,
     LOW_ROTATIONS,
     dequantize_nvfp4_kernel,
@@ -56,15 +55,6 @@ from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.kernels.tiles.fp8 import program_count, zero_padded
-
-__all__ = [
-    "HADAMARD_SIGNS",
-    "dequantize_nvfp4",
-    "dequantize_nvfp4_reference",
-    "hadamard_reference",
-    "quantize_nvfp4",
-    "quantize_nvfp4_reference",
-]
 
 TENSOR_MAX = 2688.0
 """Largest scale (448) times largest element (6): what amax becomes."""

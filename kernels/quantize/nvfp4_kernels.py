@@ -5,6 +5,7 @@ All arithmetic is fp32. Columns are the rows of the transposed tile, so that bot
 
 from __future__ import annotations
 
+from te_dynamo.kernels.layouts.nvfp4 import HADAMARD_SIGNS
 from te_dynamo.kernels.layouts.tiled_scales import scale_offsets
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.writes import updates, writes
@@ -22,9 +23,6 @@ from te_dynamo.kernels.tiles.fp8 import (
     tile_origin,
     tile_total,
 )
-
-HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Random once, now fixed, so that the operands of a product agree: the signs that Transformer Engine uses."""
 
 LOW_ROTATIONS, HIGH_ROTATIONS = (0, 4, 13, 23), (0, 7)
 """By how much the two words of a block's hash are rotated to the left: the xor of one of each holds nine random bits in either half.

@@ -9,8 +9,6 @@ from __future__ import annotations
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.tiles.fp8 import larger_or_nan, mul_rn
 
-__all__ = ["activate", "activate_backward", "gradients"]
-
 
 @triton.jit
 def sigmoid(x):

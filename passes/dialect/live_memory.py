@@ -16,11 +16,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from te_dynamo.dialect import is_te
+from te_dynamo.dialect.define import is_te
 from te_dynamo.dialect.gated import gated_backward, gated_backward_quantize, gated_backward_quantize_halves
 from te_dynamo.dialect.memory import byte_hint, is_product
-
-__all__ = ["is_kernel", "peak_bytes", "saved_bytes", "timeline"]
 
 _CALLERS = ("primals", "tangents")
 """Inputs that the caller keeps: parameters, the model's input, the gradient of its output."""

@@ -8,15 +8,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from te_dynamo.dialect.activation import activation_quantize
-from te_dynamo.dialect.gated import gated_backward_quantize_halves, gated_quantize
-from te_dynamo.dialect.norm import (
-    add_layer_norm_quantize,
-    add_rms_norm_quantize,
-    layer_norm_quantize,
-    rms_norm_quantize,
-)
-from te_dynamo.dialect.norm_modulate import layer_norm_modulate_quantize
+from te_dynamo.dialect.gated import gated_backward_quantize_halves
+from te_dynamo.dialect.norm import add_layer_norm_quantize, add_rms_norm_quantize
+from te_dynamo.dialect.producers import ACTIVATIONS, NORMS
 from te_dynamo.dialect.quantize import quantize, quantize_bias_grad, quantize_with_amax
 from te_dynamo.dialect.stacked import quantize_stacked
 from te_dynamo.errors import QuantizationError
@@ -28,13 +22,10 @@ _ONE_RESULT_QUANTIZED = (
     quantize_with_amax,
     quantize_stacked,
     quantize_bias_grad,
-    rms_norm_quantize,
-    layer_norm_quantize,
-    layer_norm_modulate_quantize,
+    *NORMS.values(),
     add_rms_norm_quantize,
     add_layer_norm_quantize,
-    activation_quantize,
-    gated_quantize,
+    *ACTIVATIONS.values(),
     gated_backward_quantize_halves,
 )
 """Operations whose last results are the buffers of their one quantizer."""

@@ -17,8 +17,6 @@ from torch import fx, nn
 from te_dynamo.passes.torch_ir.match.values import quantized_of
 from te_dynamo.passes.torch_ir.match.where import SOURCE
 
-__all__ = ["in_dynamos_form", "in_exports_form"]
-
 _ATTRIBUTE = "te_dynamo_attribute"
 """In the meta of a placeholder: the attribute of the module that it stands for."""
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-__all__ = ["Region", "bodies_of", "has_operands", "regions"]
-
 _HAVE_OPERANDS = {
     "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "wrap_with_set_grad_enabled", "wrap_with_autocast",
     "invoke_subgraph",

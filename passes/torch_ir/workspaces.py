@@ -25,8 +25,8 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from te_dynamo.dialect import LinearConfig
 from te_dynamo.dialect.fakes import quantized, quantized_stack
+from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.dialect.stacked import places_in_stack, side_stacks, stacks_of
 from te_dynamo.errors import KeptWeightError
 from te_dynamo.passes.torch_ir.fsdp import managed_by_fsdp

@@ -28,8 +28,6 @@ from te_dynamo.recipe import Recipe, names
 from te_dynamo.report import coverage
 from te_dynamo.weights.frozen import is_dropped
 
-__all__ = ["compare", "compare_recipes"]
-
 Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 

@@ -11,8 +11,6 @@ from te_dynamo.accuracy.suggest import rule_for, suggested_modules
 from te_dynamo.inspect.tables import FittedTable, paragraph, text_of
 from te_dynamo.recipe import Recipe
 
-__all__ = ["Comparison", "RecipesCompared"]
-
 _WORST_FIRST = "SNR in dB, the worst linear first"
 _BEST_FIRST = "SNR in dB, the best recipe first, by the lower one of output and gradients"
 

@@ -25,8 +25,6 @@ from te_dynamo.accuracy.rows import Row
 from te_dynamo.options import Options
 from te_dynamo.report import RECORD, MatchRecord, Report
 
-__all__ = ["Graphs", "Mode", "Session", "is_out_of_memory"]
-
 _PRODUCTS: dict[Any, type[LinearProduct]] = {
     torch.ops.te.linear.default: LinearProduct,
     torch.ops.te.grouped_linear.default: ExpertsProduct,

@@ -34,8 +34,6 @@ from te_dynamo.dialect.linear import (
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Quantizer
 
-__all__ = ["ExpertsProduct", "LinearProduct", "backward_sums", "forward_sums"]
-
 Gradients = tuple[Tensor | None, Tensor | None]
 """(dx, dweight), None for what nobody asked for."""
 

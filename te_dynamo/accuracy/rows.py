@@ -13,8 +13,6 @@ from torch import Tensor
 from te_dynamo.accuracy.sums import ERROR, QUANTIZED
 from te_dynamo.report import MatchRecord
 
-__all__ = ["EXACT", "PRODUCTS", "TENSORS", "LinearAccuracy", "Row", "TensorAccuracy", "decibels"]
-
 TENSORS = ("x", "weight", "dy")
 PRODUCTS = ("output", "dx", "dw")
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from te_dynamo.accuracy.rows import LinearAccuracy
 from te_dynamo.errors import InputError
 
-__all__ = ["suggested_modules"]
-
 _BELOW_THE_MEDIAN = 6.0
 """dB: twice the error of the median linear."""
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 
-__all__ = ["ERROR", "QUANTIZED", "error_sums", "quantized_sums"]
-
 ERROR = ("signal", "noise")
 QUANTIZED = (*ERROR, "saturated", "flushed", "zero", "count", "amax")
 

@@ -19,8 +19,6 @@ from te_dynamo.accuracy.sums import error_sums
 from te_dynamo.errors import InputError
 from te_dynamo.inspect.target import tensors_in
 
-__all__ = ["Difference", "Outcome", "run_step"]
-
 
 @dataclasses.dataclass
 class Outcome:

@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from te_dynamo.command_line import compiling
 from te_dynamo.command_line.device import checked_device
 from te_dynamo.command_line.failure import Failure
 from te_dynamo.command_line.target import Subject, load
 from te_dynamo.inspect.tables import FittedTable, text_of
-
-__all__ = ["Row", "add", "run", "rows_of"]
+from te_dynamo.inspect.target import tensors_in
 
 _WARM_UP = 3
 
@@ -85,9 +83,7 @@ def _forward(model: Callable[..., Any], subject: Subject) -> Callable[[], None]:
 
 def _step(model: Callable[..., Any], subject: Subject, leaves: list[Tensor]) -> Callable[[], None]:
     def call() -> None:
-        results = [
-            x for x in tree_leaves(model(*subject.args, **subject.kwargs)) if isinstance(x, Tensor) and x.requires_grad
-        ]
+        results = [x for x in tensors_in(model(*subject.args, **subject.kwargs)) if x.requires_grad]
         torch.autograd.grad(results, leaves, [torch.ones_like(x) for x in results], allow_unused=True)
 
     return call

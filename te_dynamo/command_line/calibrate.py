@@ -22,8 +22,6 @@ from te_dynamo.rates import H200, KIND, QUANTIZED
 from te_dynamo.recipe import Float8CurrentScaling
 from te_dynamo.remembered import remember
 
-__all__ = ["Clock", "add", "measure", "run"]
-
 _PRODUCT = (8192, 4096, 4096)
 _CPU_STEP = "step by the CPU"
 _WIDEST_SPREAD = 0.15  # of the median; a GPU at its power limit alone differs by a tenth

@@ -10,8 +10,6 @@ from te_dynamo.command_line.device import checked_device
 from te_dynamo.command_line.failure import check_writable
 from te_dynamo.command_line.target import load
 
-__all__ = ["add", "run"]
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     compiling.add(parser, "cpu, cuda: where the model runs")

@@ -15,8 +15,6 @@ from te_dynamo.command_line.target import Subject
 from te_dynamo.errors import InvalidOptionError, TeError
 from te_dynamo.options import Options
 
-__all__ = ["add", "compiling", "options_of"]
-
 
 def add(parser: argparse.ArgumentParser, device_help: str) -> None:
     """The arguments of a command that compiles a TARGET."""

@@ -9,8 +9,6 @@ from te_dynamo.errors import InvalidOptionError
 from te_dynamo.inspect.fake_cuda import checked_gpu
 from te_dynamo.kernels.runtime.target import TARGETS
 
-__all__ = ["checked_device"]
-
 
 def checked_device(name: str, explained_for: bool = False) -> str:
     """`name` as torch writes it, or, where a GPU can be `explained_for`, one of TARGETS; "" as it is. Letters may have any case.

@@ -25,8 +25,6 @@ from te_dynamo.rates import KIND
 from te_dynamo.remembered import remembered, remembered_file, why_unused
 from te_dynamo.torch_private.table import TABLE
 
-__all__ = ["Diagnosis", "add", "diagnose", "run"]
-
 _RECIPES: tuple[recipes.Recipe, ...] = (
     *map(recipes.by_name, recipes.names()),
     recipes.MXFP8BlockScaling(scale_block=128),

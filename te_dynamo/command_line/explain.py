@@ -12,8 +12,6 @@ from te_dynamo.command_line.failure import Failure, check_writable
 from te_dynamo.command_line.target import load
 from te_dynamo.kernels.runtime.target import TARGETS
 
-__all__ = ["add", "run"]
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     compiling.add(

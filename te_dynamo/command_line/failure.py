@@ -7,8 +7,6 @@ import re
 
 from te_dynamo.errors import TeError
 
-__all__ = ["Failure", "check_writable", "one_line"]
-
 
 class Failure(Exception):
     """What ends a command. status: its exit code, 2 for a wrong command line, 1 for what went wrong in the model."""

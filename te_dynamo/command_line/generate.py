@@ -21,8 +21,6 @@ from te_dynamo.errors import CheckpointError
 from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.weights.checkpoint.load import load_checkpoint
 
-__all__ = ["BUCKETS", "Generator", "add", "as_stored", "in_16_bits", "load", "load_tokenizer", "run"]
-
 BUCKETS = (32, 128, 512, 2048, 8192)
 """Tokens of a padded prompt; one bucket more is all that the cache has room for. So a batch size has len(BUCKETS) + 2 compilations at most, which
 is below the limit where Dynamo gives up."""

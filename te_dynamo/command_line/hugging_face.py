@@ -11,8 +11,6 @@ import torch
 from te_dynamo.command_line.failure import Failure, one_line
 from te_dynamo.command_line.memory import free_bytes
 
-__all__ = ["build"]
-
 
 def build(name: str, device: str) -> Any:
     """The model of a configuration file, or of a class by its own default configuration; in bf16 unless the configuration has a dtype.

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from te_dynamo.command_line.failure import Failure, one_line
 
-__all__ = ["inputs_of"]
-
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 

@@ -26,8 +26,6 @@ import te_dynamo
 from te_dynamo.command_line.failure import Failure, one_line
 from te_dynamo.errors import InvalidOptionError
 
-__all__ = ["main"]
-
 _COMMANDS = ("explain", "compare", "bench", "generate", "calibrate", "doctor")
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["free_bytes"]
-
 _CGROUP = Path("/sys/fs/cgroup")
 
 

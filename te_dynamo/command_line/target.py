@@ -27,8 +27,6 @@ from te_dynamo.command_line import hugging_face
 from te_dynamo.command_line.failure import Failure, one_line
 from te_dynamo.command_line.inputs import inputs_of
 
-__all__ = ["Subject", "add", "load"]
-
 _RETURNS = "a factory returns model, (model, args) or (model, args, kwargs)"
 
 

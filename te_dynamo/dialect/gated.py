@@ -14,19 +14,10 @@ from te_dynamo.dialect.quantize import takes_quantizer
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.activation import gated as kernels
 from te_dynamo.kernels.activation import gated_halves
-from te_dynamo.kernels.activation.gated import BOUNDED_KINDS, KINDS
+from te_dynamo.kernels.activation.gated import BOUNDED_KINDS as BOUNDED_KINDS
+from te_dynamo.kernels.activation.gated import KINDS as KINDS
 from te_dynamo.kernels.layouts.sizes import rows_and_columns
 from te_dynamo.quantized.quantizers import Quantizer
-
-__all__ = [
-    "BOUNDED_KINDS",
-    "KINDS",
-    "gated",
-    "gated_backward",
-    "gated_backward_quantize",
-    "gated_backward_quantize_halves",
-    "gated_quantize",
-]
 
 
 @te_op(reference=kernels.gated_backward_reference, kernel=kernels.gated_backward)

@@ -38,7 +38,6 @@ from te_dynamo.kernels.tiles.groups import padded_rows
 from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Quantizer, check_grouped_linear
 from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
-from te_dynamo.recipe import Recipe
 
 
 @register_value_class
@@ -57,31 +56,9 @@ class GroupedLinearConfig(LinearConfig):
         if self.grad_output_quantizer is None and self.weight_requires_grad:
             raise QuantizationError("grouped linear: expected a quantizer of dy, of which wgrad is made")
 
-    @classmethod
-    def for_weight(
-        cls,
-        recipe: Recipe,
-        *,
-        weight_transposed: bool,
-        input_requires_grad: bool,
-        weight_requires_grad: bool,
-    ) -> "GroupedLinearConfig":
-        """The configuration that `recipe` gives a grouped linear."""
-        fprop, dgrad, wgrad = recipe.fast_accum()
-        for_dgrad = input_requires_grad and recipe.quantizes()[1]
-        return cls(
-            input_quantizer=recipe.input_quantizer().with_usage(columnwise=weight_requires_grad),
-            weight_quantizer=recipe.weight_quantizer().for_groups(
-                rowwise=for_dgrad or not weight_transposed, columnwise=for_dgrad or weight_transposed
-            ),
-            grad_output_quantizer=recipe.grad_output_quantizer() if recipe.quantizes()[1] else None,
-            input_requires_grad=input_requires_grad,
-            weight_requires_grad=weight_requires_grad,
-            fprop_fast_accum=fprop,
-            dgrad_fast_accum=dgrad,
-            wgrad_fast_accum=wgrad,
-            weight_transposed=weight_transposed,
-        )
+    @staticmethod
+    def weight_with_usage(quantizer: Quantizer, rowwise: bool, columnwise: bool) -> Quantizer:
+        return quantizer.for_groups(rowwise, columnwise)
 
     def stored_shape(self, workspace: Sequence[torch.Tensor], groups: int) -> tuple[int, ...]:
         """The shape of the weight whose buffers these are: as it is stored, [G, N, K] or [G, K, N]."""
@@ -281,28 +258,23 @@ def _expansion(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, weight, offs, config, workspace = inputs if len(inputs) == 5 else (*inputs, ())
-    ctx.bwd_args, ctx.workspace_size = (
-        GroupedLinearBwdArgs(x_dtype=x.dtype, weight_dtype=x.dtype if weight is None else weight.dtype, config=config),
-        len(workspace),
-    )
-    aliases = saved_aliases(LinearFwdArgs(x, weight, None, config, tuple(workspace)))
+    x, weight, offs, config, *workspace = inputs
+    ctx.workspace_grads = [[None] * len(buffers) for buffers in workspace]
+    weight_dtype = x.dtype if weight is None else weight.dtype
+    ctx.bwd_args = GroupedLinearBwdArgs(x_dtype=x.dtype, weight_dtype=weight_dtype, config=config)
+    aliases = saved_aliases(LinearFwdArgs(x, weight, None, config, tuple(*workspace)))
     ctx.save_for_backward(offs, *output[1:], *aliases)
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _backward(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Optional[torch.Tensor], ...]:
+def _backward(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Any, ...]:
     # A copy for this call: ctx keeps no tensor beside its own saved ones, and a second backward finds it as it was.
     args, (offs, *saved) = dataclasses.replace(ctx.bwd_args), ctx.saved_tensors
     of_x = 2 * args.config.weight_requires_grad  # data and scale
     args.offs, args.x_saved, args.weight_saved = offs, tuple(saved[:of_x]), tuple(saved[of_x:])
     dy = grads[0]
     assert dy is not None
-    return *grouped_linear_backward(args, dy), None, None
-
-
-def _backward_with_workspace(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Any, ...]:
-    return *_backward(ctx, grads), [None] * ctx.workspace_size
+    return *grouped_linear_backward(args, dy), None, None, *ctx.workspace_grads
 
 
 @te_op(reference=_expansion, setup_context=_setup_context, backward=_backward)
@@ -317,7 +289,7 @@ def grouped_linear(
     return [of_proto(out), *(buffer for proto in saved for buffer in proto.create_buffers())]
 
 
-@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward_with_workspace)
+@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward)
 def grouped_linear_with_workspace(
     x: torch.Tensor,
     weight: Optional[torch.Tensor],

@@ -80,8 +80,8 @@ class LinearConfig(metaclass=OpaqueMeta):
         weight_transposed: bool = False,
         device: Optional[torch.device] = None,
         input_amax: float = 0.0,
-    ) -> "LinearConfig":
-        """The configuration that `recipe` gives a linear.
+    ) -> Any:
+        """The configuration of this class that `recipe` gives a linear.
 
         device: of its operands, whose tensor cores say how scales lie; None: plain, which every GEMM takes.
         """
@@ -93,8 +93,8 @@ class LinearConfig(metaclass=OpaqueMeta):
         fprop, dgrad, wgrad = recipe.fast_accum()
         return cls(
             input_quantizer=x.with_usage(columnwise=weight_requires_grad and wgrad_quantized),
-            weight_quantizer=weight.with_usage(
-                rowwise=for_dgrad or not weight_transposed, columnwise=for_dgrad or weight_transposed
+            weight_quantizer=cls.weight_with_usage(
+                weight, for_dgrad or not weight_transposed, for_dgrad or weight_transposed
             ),
             grad_output_quantizer=dy if quantized else None,
             input_requires_grad=input_requires_grad,
@@ -106,6 +106,11 @@ class LinearConfig(metaclass=OpaqueMeta):
             wgrad_in_high_precision=quantized and not wgrad_quantized,
             input_amax=input_amax,
         )
+
+    @staticmethod
+    def weight_with_usage(quantizer: Quantizer, rowwise: bool, columnwise: bool) -> Quantizer:
+        """How a weight is held by the recipe's quantizer of weights."""
+        return quantizer.with_usage(rowwise, columnwise)
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         names: dict[str, type] = {type(self).__name__: type(self)}
@@ -301,18 +306,6 @@ def _check_shapes(
         raise InputError(f"linear: expected x [..., K], a weight {stored} and a bias [N], got {x}, {weight}{given}")
 
 
-def linear_setup_ctx(bwd_args: LinearBwdArgs, fwd_args: LinearFwdArgs, needs_input_grad: tuple[bool, ...]) -> None:
-    """What backward needs beside the saved tensors; runs once, on fake tensors under the compiler."""
-    config = fwd_args.config
-    bwd_args.config = config
-    bwd_args.requires_dgrad = config.input_requires_grad
-    bwd_args.requires_wgrad = config.weight_requires_grad
-    bwd_args.requires_bias_grad = fwd_args.bias is not None and needs_input_grad[2]
-    bwd_args.x_dtype = fwd_args.x.dtype
-    bwd_args.weight_dtype = fwd_args.x.dtype if fwd_args.weight is None else fwd_args.weight.dtype
-    bwd_args.bias_dtype = None if fwd_args.bias is None else fwd_args.bias.dtype
-
-
 def linear_backward(
     args: LinearBwdArgs, dy: torch.Tensor, addend: Optional[torch.Tensor] = None
 ) -> tuple[Optional[torch.Tensor], ...]:
@@ -409,25 +402,28 @@ def _expansion(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, weight, bias, config, workspace = inputs if len(inputs) == 5 else (*inputs, ())
-    fwd_args = LinearFwdArgs(x, weight, bias, config, tuple(workspace))
-    ctx.bwd_args, ctx.workspace_size = LinearBwdArgs(), len(workspace)
-    linear_setup_ctx(ctx.bwd_args, fwd_args, ctx.needs_input_grad)
-    ctx.save_for_backward(*output[1:], *saved_aliases(fwd_args))
+    x, weight, bias, config, *workspace = inputs
+    ctx.workspace_grads = [[None] * len(buffers) for buffers in workspace]
+    ctx.bwd_args = LinearBwdArgs(
+        requires_dgrad=config.input_requires_grad,
+        requires_wgrad=config.weight_requires_grad,
+        requires_bias_grad=bias is not None and ctx.needs_input_grad[2],
+        x_dtype=x.dtype,
+        weight_dtype=x.dtype if weight is None else weight.dtype,
+        bias_dtype=None if bias is None else bias.dtype,
+        config=config,
+    )
+    ctx.save_for_backward(*output[1:], *saved_aliases(LinearFwdArgs(x, weight, bias, config, tuple(*workspace))))
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _backward(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Optional[torch.Tensor], ...]:
+def _backward(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Any, ...]:
     # A copy for this call: ctx keeps no tensor beside its own saved ones, and a second backward finds it as it was.
     args, saved = dataclasses.replace(ctx.bwd_args), ctx.saved_tensors
     args.x_saved, args.weight_saved = saved_of(saved, args.requires_wgrad, args.requires_dgrad, args.config)
     dy = grads[0]
     assert dy is not None
-    return *linear_backward(args, dy), None
-
-
-def _backward_with_workspace(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Any, ...]:
-    return *_backward(ctx, grads), [None] * ctx.workspace_size
+    return *linear_backward(args, dy), None, *ctx.workspace_grads
 
 
 @te_op(reference=_expansion, setup_context=_setup_context, backward=_backward)
@@ -441,7 +437,7 @@ def linear(
     return _fake(x, to_tensor_proto(weight), bias, config, ())
 
 
-@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward_with_workspace)
+@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward)
 def linear_with_workspace(
     x: torch.Tensor,
     weight: Optional[torch.Tensor],

@@ -14,8 +14,6 @@ from te_dynamo.dialect.quantize import takes_quantizer
 from te_dynamo.kernels.norm import modulate as kernels
 from te_dynamo.quantized.quantizers import Quantizer
 
-__all__ = ["layer_norm_modulate", "layer_norm_modulate_quantize"]
-
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, weight, bias, _, ctx.zero_centered, _ = inputs

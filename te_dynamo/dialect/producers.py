@@ -5,8 +5,6 @@ from te_dynamo.dialect.gated import gated, gated_quantize
 from te_dynamo.dialect.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
 from te_dynamo.dialect.norm_modulate import layer_norm_modulate, layer_norm_modulate_quantize
 
-__all__ = ["ACTIVATIONS", "NORMS"]
-
 NORMS = {
     rms_norm: rms_norm_quantize,
     layer_norm: layer_norm_quantize,

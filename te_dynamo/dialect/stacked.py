@@ -16,18 +16,9 @@ from te_dynamo.kernels.quantize import current as kernels
 from te_dynamo.kernels.quantize import rows_of_several
 from te_dynamo.kernels.runtime.launch import size_hint
 from te_dynamo.kernels.runtime.margin import gemm_target
-from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, SEGMENT_MULTIPLE, Stacking
+from te_dynamo.kernels.tiles.stacking import MOST_SEGMENTS, Stacking
+from te_dynamo.kernels.tiles.stacking import SEGMENT_MULTIPLE as SEGMENT_MULTIPLE
 from te_dynamo.quantized.quantizers import Quantizer
-
-__all__ = [
-    "SEGMENT_MULTIPLE",
-    "places_in_stack",
-    "quantize_stacked",
-    "quantize_stacked_with_amaxes",
-    "side_stacks",
-    "stacking_pays",
-    "stacks_of",
-]
 
 _T = TypeVar("_T")
 

@@ -27,8 +27,6 @@ from te_dynamo.options import Options
 if TYPE_CHECKING:
     from te_dynamo.report import Report
 
-__all__ = ["assert_same", "assert_same_where_checked", "check_ranks", "differences", "not_compared", "tell_compiled"]
-
 _ENVIRONMENT = (
     "TORCH_COMPILE_DISABLE",
     "TORCHDYNAMO_DISABLE",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 from te_dynamo.distributed.capture import captured_into
-from te_dynamo.quantized.tensor import from_buffers
+from te_dynamo.quantized.tensor import from_buffers, written_by
 
 if TYPE_CHECKING:
     from te_dynamo.distributed.fp8_all_gather_weight import GatheredWeight
@@ -115,7 +115,7 @@ class ShardedWeight(torch.Tensor):
             with torch.inference_mode(args[0].is_inference() if func.is_view else torch.is_inference_mode_enabled()):
                 result = tree_map_only(torch.Tensor, lambda plain: ShardedWeight(plain, weight, base), result)
             return return_and_correct_aliasing(func, args, kwargs, result)
-        written = list(_written(func, args, kwargs))
+        written = [each for each in written_by(func, args, kwargs) if isinstance(each, ShardedWeight)]
         replayed = bool(written) and captured_into() > 0
         for shard in written:  # below autograd an operator raises no counter
             torch.autograd.graph.increment_version(shard.base)
@@ -196,12 +196,3 @@ def _padded(values: torch.Tensor, asked: Asked) -> torch.Tensor:
     padded = values.new_zeros((rows, *values.shape[1:]))
     padded[: values.shape[0]].copy_(values)
     return padded
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ShardedWeight]:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for each in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(each, ShardedWeight):
-                    yield each

@@ -14,8 +14,6 @@ from te_dynamo.errors import InvalidOptionError
 from te_dynamo.options import Options
 from te_dynamo.recipe import Float8RowwiseScaling, Recipe
 
-__all__ = ["torchtitan_backend", "torchtitan_options"]
-
 _RECIPES = {"Float8": "float8_current_scaling", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
 """How the names of torchtitan's converters begin -> the recipe in their place."""
 

@@ -33,8 +33,6 @@ from te_dynamo.rules.places import has_places, lists_of, taken
 from te_dynamo.user_code import paths_of
 from te_dynamo.weights.checkpoint.torchao import is_readable
 
-__all__ = ["advise", "unheard", "warn_if_emulated", "warn_if_left_for_cost"]
-
 _QUANTIZED_BY = (
     "torchao",
     "transformer_engine",

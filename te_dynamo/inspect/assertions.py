@@ -16,8 +16,6 @@ from te_dynamo.report import MatchRecord, coverage
 if TYPE_CHECKING:
     from te_dynamo.inspect.dynamo import GraphBreak
 
-__all__ = ["check_coverage", "check_no_graph_breaks", "check_quantized"]
-
 
 def check_quantized(linears: Sequence[MatchRecord], pattern: str) -> None:
     """Raises CoverageError where a linear whose path has a match of `pattern` is left, or where there is no such linear."""

@@ -15,8 +15,6 @@ import torch
 
 from te_dynamo.errors import UnsupportedError
 
-__all__ = ["ensure_device_guard"]
-
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _DEVICE_TYPES = 21
 _CPU, _CUDA, _META = 0, 1, 14

@@ -18,8 +18,6 @@ from te_dynamo.torch_private.recompile_limit import the_rest
 from te_dynamo.torch_private.table import DYNAMO_STATE
 from te_dynamo.user_code import traced_code
 
-__all__ = ["GraphBreak", "Seen", "cause_of", "dynamo_untouched", "place_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class GraphBreak:

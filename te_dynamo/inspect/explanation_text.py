@@ -14,8 +14,6 @@ from te_dynamo.report import WorkspaceRecord, in_one, without_numbers
 if TYPE_CHECKING:
     from te_dynamo.inspect.explain import Explanation
 
-__all__ = ["of_slower", "parts_of"]
-
 
 def gpu_name(device: str) -> str:
     """What a sentence calls one of `TARGETS`."""

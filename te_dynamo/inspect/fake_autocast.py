@@ -15,8 +15,6 @@ import torch
 
 from te_dynamo.errors import UnsupportedError
 
-__all__ = ["autocast_on_cuda", "cpu_autocast_on_cuda"]
-
 
 @contextlib.contextmanager
 def autocast_on_cuda() -> Iterator[None]:

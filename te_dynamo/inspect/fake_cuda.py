@@ -38,9 +38,6 @@ from te_dynamo.quantized.tensor_proto import TensorProto
 from te_dynamo.torch_private.table import FAKE_CUDA
 from te_dynamo.weights.frozen import FROZEN, Frozen, frozen_name, is_dropped
 
-__all__ = ["checked_gpu", "fake_cuda", "grad", "move", "moved"]
-
-
 _WITHOUT_FP8 = "a10", "a100", "a30", "a40", "a6000", "p100", "rtx3080", "rtx3090", "t4", "titanv", "v100"
 
 

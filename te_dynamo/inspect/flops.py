@@ -21,10 +21,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from te_dynamo.inspect.target import exchange_tensors, held_as_before
+from te_dynamo.inspect.target import exchange_tensors, held_as_before, tensors_in
 from te_dynamo.report import MatchRecord
-
-__all__ = ["MatrixFlops", "count_matrix_flops", "share_with_rows"]
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
@@ -67,7 +65,7 @@ def count_matrix_flops(target: Callable[..., Any], args: Any, kwargs: Any) -> Ma
 
 def _copied(tree: Any) -> Any:
     """A copy of all but the tensors: what the call puts into a cache that it was given stays out of the user's."""
-    return copy.deepcopy(tree, {id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)})
+    return copy.deepcopy(tree, {id(leaf): leaf for leaf in tensors_in(tree)})
 
 
 def share_with_rows(found: MatrixFlops, rows: Sequence[MatchRecord]) -> float:
@@ -80,7 +78,7 @@ def share_with_rows(found: MatrixFlops, rows: Sequence[MatchRecord]) -> float:
 
 def _count(target: Callable[..., Any], args: Any, kwargs: Any) -> MatrixFlops:
     found, made = MatrixFlops(), _MadeOf(target)
-    mapping = {op: _noted(op, formula, made, found) for op, formula in {**flop_registry, **_MORE}.items()}
+    mapping = {op: _noted(formula, made, found) for op, formula in {**flop_registry, **_MORE}.items()}
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
     # Not compiled, what the model compiles of itself too: Dynamo would run that eagerly ever after a call in such a mode.
     with torch.compiler.set_stance("force_eager"), made.follows_calls(), made, counter:
@@ -88,11 +86,10 @@ def _count(target: Callable[..., Any], args: Any, kwargs: Any) -> MatrixFlops:
     return found
 
 
-def _noted(op: Any, formula: Callable[..., int], made: _MadeOf, found: MatrixFlops) -> Callable[..., int]:
+def _noted(formula: Callable[..., int], made: _MadeOf, found: MatrixFlops) -> Callable[..., int]:
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         flops = int(formula(*args, **kwargs, out_val=out_val))
-        operands = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim() > 1]
-        if any(made.is_weight(operand) for operand in operands):
+        if any(made.is_weight(operand) for operand in tensors_in(args) if operand.dim() > 1):
             found.by_weight[made.module()] += flops
         else:
             found.activations += flops
@@ -146,11 +143,11 @@ class _MadeOf(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        operands = tensors_in((args, kwargs))
         if all(isinstance(o, nn.Parameter) or o in self._from_parameters for o in operands):
             from_parameters = any(map(self.is_weight, operands))
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor) and leaf not in self._from_parameters:
+            for leaf in tensors_in(result):
+                if leaf not in self._from_parameters:
                     self._from_parameters[leaf] = from_parameters
         return result
 

@@ -16,8 +16,6 @@ from te_dynamo.inspect.flops import MatrixFlops, share_with_rows
 from te_dynamo.report import MatchRecord
 from te_dynamo.torch_private.recompile_limit import past_limit, the_rest
 
-__all__ = ["begins_in", "breaks_and_skips", "linears_of", "rows_left_out", "why_in_no_graph"]
-
 
 def breaks_and_skips(seen: Seen) -> list[GraphBreak]:
     """Where Dynamo split the model, and what it skipped of it as a whole."""

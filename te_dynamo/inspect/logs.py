@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from te_dynamo.report import MatchRecord, Report, coverage
 from te_dynamo.torch_private.tracing import artifact, is_traced
 
-__all__ = ["is_heard", "tell_decisions", "tell_fusions", "tell_graph", "tell_lowered"]
-
 _log = logging.getLogger("te_dynamo")
 
 

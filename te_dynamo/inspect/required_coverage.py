@@ -24,8 +24,6 @@ from te_dynamo.inspect.target import unwrap
 from te_dynamo.options import Options
 from te_dynamo.report import Report, coverage
 
-__all__ = ["counted", "hold_coverage", "require_coverage"]
-
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 _calls_of_graphs = 0

@@ -15,8 +15,6 @@ from rich.containers import Lines
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["FittedTable", "paragraph", "text_of"]
-
 _WIDTH = 160
 """Where there is no terminal: of a file, a notebook, a test."""
 

@@ -12,17 +12,6 @@ from torch import Tensor, nn
 
 from te_dynamo.options import UNSET, Options
 
-__all__ = [
-    "exchange_tensors",
-    "held_as_before",
-    "holder_of",
-    "not_in_place",
-    "options_and_mode",
-    "tensors_in",
-    "unchanged",
-    "unwrap",
-]
-
 _REGISTRIES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
 """What a module keeps its parameters, buffers, children and hooks in."""
 

@@ -49,9 +49,8 @@ class GroupedLinear(QuantizedModule):
                 f"te_dynamo.nn.GroupedLinear: {recipe.describe()} has no grouped GEMM; float8_current_scaling, "
                 "float8_rowwise, float8_block_scaling and mxfp8 have"
             )
-        return GroupedLinearConfig.for_weight(
+        return GroupedLinearConfig.from_recipe(
             self.recipe,
-            weight_transposed=False,
             input_requires_grad=input_requires_grad,
             weight_requires_grad=weight_requires_grad,
         )

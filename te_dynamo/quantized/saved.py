@@ -16,8 +16,6 @@ from te_dynamo.errors import QuantizationError
 if TYPE_CHECKING:
     from te_dynamo.quantized.tensor import QuantizedTensor
 
-__all__ = ["load", "storable"]
-
 
 def storable(buffer: torch.Tensor) -> torch.Tensor:
     """Bytes in place of float8, which pickle.loads does not read back (torch 2.11 to 2.15; torch.load does)."""

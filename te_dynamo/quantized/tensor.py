@@ -8,7 +8,7 @@ goes to a copy of the values: torch counts it as one of the tensor, and the next
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -241,15 +241,19 @@ def _is_view_of_ordinary(func: Any, args: tuple[Any, ...]) -> bool:
     return views and isinstance(args[0], QuantizedTensor) and not args[0].is_inference()
 
 
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """What an operation writes to, of its arguments and the lists among them."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from written if isinstance(written, (list, tuple)) else (written,)
+
+
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises UnsupportedError if `func` writes to an argument that is quantized."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        written = kwargs.get(argument.name, args[position] if position < len(args) else None)
-        for tensor in written if isinstance(written, (list, tuple)) else (written,):
-            if isinstance(tensor, QuantizedTensor):
-                raise UnsupportedError(_no_write(str(func), tensor))
+    for tensor in written_by(func, args, kwargs):
+        if isinstance(tensor, QuantizedTensor):
+            raise UnsupportedError(_no_write(str(func), tensor))
 
 
 def _no_write(what: str, tensor: QuantizedTensor) -> str:

@@ -14,8 +14,6 @@ from fractions import Fraction
 
 from te_dynamo.errors import InvalidOptionError
 
-__all__ = ["Lists", "check", "expression", "has_places", "lists_of", "taken"]
-
 Lists = tuple[tuple[str, tuple[str, ...]], ...]
 """(a module's path, its children's numbers in order) of each list in a model."""
 

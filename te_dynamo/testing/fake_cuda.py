@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from te_dynamo.inspect.dynamo import dynamo_untouched
 from te_dynamo.inspect.fake_cuda import checked_gpu, fake_cuda, grad, move
 from te_dynamo.inspect.graphs.capture import Captured, capture
+from te_dynamo.inspect.target import tensors_in
 from te_dynamo.kernels.runtime.target import Target
 
 __all__ = ["capture_on_fake_cuda", "fake_cuda"]
@@ -48,10 +48,6 @@ def capture_on_fake_cuda(
         with torch.set_grad_enabled(backward):
             outputs = compiled(*inputs)
         if backward:
-            leaves = [leaf for leaf in (*_tensors(inputs), *model.parameters()) if leaf.requires_grad]
-            grad([out for out in _tensors(outputs) if out.requires_grad], leaves)
+            leaves = [leaf for leaf in (*tensors_in(inputs), *model.parameters()) if leaf.requires_grad]
+            grad([out for out in tensors_in(outputs) if out.requires_grad], leaves)
     return graphs
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -10,8 +10,6 @@ from torch import fx
 
 from te_dynamo.inspect.graphs.graph_text import graph_text
 
-__all__ = ["graph_diff"]
-
 Graph = str | fx.Graph | fx.GraphModule
 
 _NAME = re.compile(r"^ *(?!return )([\w.]+)(?=[:\[]| = )")

@@ -6,8 +6,6 @@ from torch import fx
 
 from te_dynamo.inspect.graphs.graph_text import graph_text
 
-__all__ = ["assert_graph"]
-
 
 def assert_graph(graph: str | fx.Graph | fx.GraphModule, expected: str) -> None:
     """Raises AssertionError, with the difference, unless the text of `graph` is `expected`.

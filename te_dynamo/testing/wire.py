@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Wire", "count_wire"]
-
 
 @dataclasses.dataclass
 class Wire:

@@ -14,8 +14,6 @@ from torch import nn
 
 from te_dynamo.user_code import is_torchs
 
-__all__ = ["compiled_here", "past_limit", "recompilation_reasons", "the_rest"]
-
 _compiled: weakref.WeakValueDictionary[int, CodeType] = weakref.WeakValueDictionary()
 """What the backend has compiled, by identity: code that is equal may be another model's."""
 

@@ -14,8 +14,6 @@ import torch
 from te_dynamo.torch_private.private import Private
 from te_dynamo.torch_private.table import ARTIFACT, PROFILED, TIMED
 
-__all__ = ["artifact", "is_traced", "named_in_profiles", "timed"]
-
 
 def is_traced() -> bool:
     """Whether torch writes a trace: TORCH_TRACE names its folder. Other handlers, such as pytest's on every logger, get none of ours."""

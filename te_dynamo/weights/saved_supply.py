@@ -10,8 +10,6 @@ import pickle
 from te_dynamo.torch_private.table import AOT_COMPILE
 from te_dynamo.weights.cache import WeightSupply
 
-__all__ = ["SavedSupply", "make_supply"]
-
 
 class SavedSupply(WeightSupply):
     """A WeightSupply with the methods that torch's SerializableCallable asks for."""

@@ -39,7 +39,7 @@ FIRST, LAST = 128, 160
 
 
 def config(recipe: Recipe, transposed: bool = False, x: bool = True, weight: bool = True) -> GroupedLinearConfig:
-    return GroupedLinearConfig.for_weight(
+    return GroupedLinearConfig.from_recipe(
         recipe, weight_transposed=transposed, input_requires_grad=x, weight_requires_grad=weight
     )
 

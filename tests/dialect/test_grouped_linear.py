@@ -38,7 +38,7 @@ BOTH = [(True, True), (True, False), (False, True), (False, False)]
 
 
 def config(transposed: bool = False, x: bool = True, weight: bool = True) -> GroupedLinearConfig:
-    return GroupedLinearConfig.for_weight(
+    return GroupedLinearConfig.from_recipe(
         Float8CurrentScaling(), weight_transposed=transposed, input_requires_grad=x, weight_requires_grad=weight
     )
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from te_dynamo.kernels.gemm.choose import Choice, Product, Stacking, choose
+from te_dynamo.kernels.gemm.choose import Choice, Product, choose
 from te_dynamo.kernels.gemm.multiply import run
 from te_dynamo.kernels.gemm.tuned import _request, candidates
 from te_dynamo.kernels.runtime.target import target_of
+from te_dynamo.kernels.tiles.stacking import Stacking
 
 pytestmark = pytest.mark.gpu
 

@@ -3,8 +3,6 @@
 from te_dynamo.accuracy.comparison import Comparison
 from te_dynamo.accuracy.rows import LinearAccuracy, TensorAccuracy
 
-__all__ = ["comparison"]
-
 
 def comparison(modules, worst=(), **summary):
     """Of linears of these paths; those in `worst` have 20 dB less."""

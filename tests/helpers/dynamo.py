@@ -8,8 +8,6 @@ from unittest import mock
 
 import torch
 
-__all__ = ["collect_no_garbage", "explain_here_alone", "few_rows_too", "time_no_guards"]
-
 
 def time_no_guards() -> AbstractContextManager[object]:
     """Dynamo times the guards of all that it compiles, for its log: 20 ms each, to flush the processor's caches before."""

@@ -31,7 +31,7 @@ from helpers.kernels.gemms import arguments
 from helpers.models.snapshot_models import MODELS, capture_training, kernels_everywhere, launches, shape_for
 from torch import fx, nn
 
-from te_dynamo.dialect import KERNELS, is_te
+from te_dynamo.dialect.define import KERNELS, is_te
 from te_dynamo.dialect.memory import written_by_inductor
 from te_dynamo.errors import LoweringError
 from te_dynamo.kernels.quantize.current import amax_by_rows

@@ -13,7 +13,7 @@ from helpers.models.snapshot_models import kernels_everywhere, launches
 from helpers.oracles.quantizer_cases import same_bits
 
 from te_dynamo import Sequential
-from te_dynamo.dialect import is_te
+from te_dynamo.dialect.define import is_te
 from te_dynamo.lowering.lower import lower
 from te_dynamo.operations.basic import GELU, GroupedLinear, Identity, ScaledSReLU, ScaledSwiGLU, SwiGLU
 from te_dynamo.operations.fused import GroupedMLP, quantized

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.models.operation_runs import ForwardPair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,21 +56,6 @@ def only_the_fusions_of_the_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     for fusion in [fusion for fusions in fusion_registry._lists() for fusion in fusions]:
         unregister_fusion(fusion)
     fuser_module._fused.cache_clear()
-
-
-class ForwardPair(FusedOperation):
-    """Two operations one after another, forward only."""
-
-    def fuser_forward_compute(self, input, params, extra_inputs, *, requires_grad, **keywords):  # type: ignore[no-untyped-def]
-        saved = []
-        for op, p, needs in zip(self.ops, params, requires_grad, strict=True):
-            input, to_save = op.op_forward_compute(input, p, requires_grad=needs, **keywords)
-            saved.append(to_save)
-        return input, [()] * len(self.ops), saved
-
-    def fuser_forward_save_ctx(self, ctxs, tensors_to_save):  # type: ignore[no-untyped-def]
-        for op, ctx, saved in zip(self.ops, ctxs, tensors_to_save, strict=True):
-            op.op_forward_save_ctx(ctx, saved)
 
 
 class BackwardPair(FusedOperation):

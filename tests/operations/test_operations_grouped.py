@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import te_dynamo
 from te_dynamo import Sequential
-from te_dynamo.dialect import GroupedLinearConfig
+from te_dynamo.dialect.grouped_linear import GroupedLinearConfig
 from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.operations.basic import GroupedLinear, ScaledSwiGLU
 from te_dynamo.operations.fuser import grouped
@@ -72,7 +72,7 @@ def test_fp8_is_te_grouped_linear_bit_for_bit(sizes: tuple[int, ...], needs_x: b
     module, (x, offs, dy) = module_of(FP8), inputs_of(sizes, behind=0)
     weight = module.get_parameter("0.weight").requires_grad_(needs_weight)
     wanted = [x] * needs_x + [weight] * needs_weight
-    config = GroupedLinearConfig.for_weight(
+    config = GroupedLinearConfig.from_recipe(
         FP8, weight_transposed=False, input_requires_grad=needs_x, weight_requires_grad=needs_weight
     )
     x.requires_grad_(needs_x)
@@ -142,7 +142,7 @@ def test_scales_of_blocks_are_te_grouped_linear(recipe: Any) -> None:
     module = Sequential(GroupedLinear(G, 64, 128), recipe=recipe, dtype=torch.bfloat16)
     (weight,), x = module.parameters(), torch.randn(21, 64).bfloat16().requires_grad_()
     offs = torch.tensor([5, 5, 19], dtype=torch.int32)
-    config = GroupedLinearConfig.for_weight(
+    config = GroupedLinearConfig.from_recipe(
         recipe, weight_transposed=False, input_requires_grad=True, weight_requires_grad=True
     )
     results = []

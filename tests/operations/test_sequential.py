@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.models.operation_runs import ForwardPair
 
 import te_dynamo
 from te_dynamo import BasicOperation, Sequential, register_forward_fusion
@@ -316,23 +317,8 @@ def test_the_graph_names_the_operations() -> None:
     assert "OperationSequence((BasicLinear(8, 8), GELU(approximate='tanh')))" in graph_text(graphs.graph("match"))
 
 
-class Pair(te_dynamo.FusedOperation):
-    """Two operations one after another, forward only."""
-
-    def fuser_forward_compute(self, input, params, extra_inputs, *, requires_grad, **keywords):  # type: ignore[no-untyped-def]
-        saved = []
-        for op, p, needs in zip(self.ops, params, requires_grad, strict=True):
-            input, to_save = op.op_forward_compute(input, p, requires_grad=needs, **keywords)
-            saved.append(to_save)
-        return input, [()] * len(self.ops), saved
-
-    def fuser_forward_save_ctx(self, ctxs, tensors_to_save):  # type: ignore[no-untyped-def]
-        for op, ctx, saved in zip(self.ops, ctxs, tensors_to_save, strict=True):
-            op.op_forward_save_ctx(ctx, saved)
-
-
 def fuse_pair(ops: Any, *, recipe: Any) -> Any:
-    return te_dynamo.operations.sliding_window(ops, (ConstantScale, Identity), Pair)
+    return te_dynamo.operations.sliding_window(ops, (ConstantScale, Identity), ForwardPair)
 
 
 class Model(torch.nn.Module):
@@ -355,7 +341,7 @@ def test_explain_shows_the_operations_of_a_sequential() -> None:
         ("block.0", True, "float8_current_scaling", ("4", "64", "32"), ""),
         ("head.1", False, "", ("4", "8", "64"), "its Sequential has no recipe"),
     ]
-    assert {"phase": "forward", "fusion": "Pair", "count": 1} in told["fusions"] and not alone["fusions"]
+    assert {"phase": "forward", "fusion": "ForwardPair", "count": 1} in told["fusions"] and not alone["fusions"]
 
 
 def wrong(ops: Any, *, recipe: Any) -> Any:

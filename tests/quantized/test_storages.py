@@ -21,7 +21,6 @@ from te_dynamo.dialect.multiply import Operand
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.quantize import nvfp4
 from te_dynamo.kernels.quantize.mxfp8 import dequantize_mxfp8_reference
-from te_dynamo.quantized.storages.nvfp4 import HADAMARD_SIGNS
 
 SHAPE = (3, 20, 84)
 ROWS, COLUMNS = 60, 84
@@ -165,9 +164,9 @@ def test_mxfp8_in_square_blocks_has_one_value_of_each(scale_block: int, swizzled
 
 def test_mxfp8_scale_codes() -> None:
     """2^(code - 127) for every code: 0 is a denormal, 255 NaN."""
-    from te_dynamo.quantized.storages.mxfp8 import _powers_of_two
+    from te_dynamo.kernels.layouts.mxfp8 import powers_of_two
 
-    found = _powers_of_two(torch.arange(256).to(torch.uint8))
+    found = powers_of_two(torch.arange(256).to(torch.uint8))
     assert found[:255].tolist() == [2.0 ** (code - 127) for code in range(255)] and found[255].isnan()
 
 
@@ -183,10 +182,6 @@ def test_nvfp4_is_what_its_gemm_reads() -> None:
         if hadamard:
             expected = nvfp4.hadamard_reference(expected, inverse=True)
         assert same_bits(held.dequantize(), expected[:, :ROWS].t().reshape(SHAPE).to(torch.bfloat16))
-
-
-def test_the_hadamard_signs_are_the_kernels() -> None:
-    assert HADAMARD_SIGNS == nvfp4.HADAMARD_SIGNS
 
 
 def test_e2m1_codes() -> None:

@@ -37,8 +37,6 @@ from te_dynamo.passes.dialect.collectives.gather_quantize import (
 )
 from te_dynamo.passes.dialect.graph import call_like, getitem_after
 
-__all__ = ["fuse_all_to_all_quantize"]
-
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 

@@ -44,8 +44,6 @@ from te_dynamo.dialect.quantize import amax, quantize, quantize_with_amax, trans
 from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, item_users, sizes
 from te_dynamo.user_code import source_line
 
-__all__ = ["fuse_gather_quantize", "gathers_left"]
-
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 ALL_GATHER = _c10d.all_gather_into_tensor.default

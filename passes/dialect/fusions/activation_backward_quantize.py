@@ -29,8 +29,6 @@ from te_dynamo.dialect.stacked import quantize_stacked
 from te_dynamo.passes.dialect.fusions.producer import fuse_producer, quantize_of
 from te_dynamo.passes.dialect.graph import calls, item_users
 
-__all__ = ["fuse_activation_backward_quantize", "fuse_gated_backward_quantize"]
-
 
 def fuse_activation_backward_quantize(graph: Graph) -> int:
     """te.activation_backward + te.quantize (+ te.bias_grad) -> one operation."""

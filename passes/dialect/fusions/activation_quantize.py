@@ -15,8 +15,6 @@ from te_dynamo.dialect.producers import ACTIVATIONS
 from te_dynamo.passes.dialect.fusions.producer import fuse_producer, quantize_of
 from te_dynamo.passes.dialect.graph import calls
 
-__all__ = ["fuse_activation_quantize"]
-
 
 def fuse_activation_quantize(graph: Graph) -> int:
     """te.activation or te.gated + te.quantize -> one operation."""

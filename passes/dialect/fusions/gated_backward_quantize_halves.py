@@ -21,8 +21,6 @@ from te_dynamo.dialect.gated import gated_backward, gated_backward_quantize_halv
 from te_dynamo.passes.dialect.fusions.producer import fuse_producer, quantize_of
 from te_dynamo.passes.dialect.graph import calls, item_users
 
-__all__ = ["fuse_gated_backward_quantize_halves"]
-
 _cat = torch.ops.aten.cat.default
 
 

@@ -24,8 +24,6 @@ from te_dynamo.dialect.gemm import Gemm, choice_for, gemm
 from te_dynamo.dialect.memory import RESHAPES, is_in_memory, must_be_written
 from te_dynamo.passes.dialect.graph import call_like, calls, fakes_of, is_plain_sum
 
-__all__ = ["fuse_gemm_add"]
-
 _aten = torch.ops.aten
 _MODULE = ("nn_module_stack", "fwd_nn_module_stack")
 """Where torch keeps the module that a node is of, in a forward graph and in a backward one."""

@@ -19,8 +19,6 @@ from te_dynamo.dialect.quantize import quantize_with_amax
 from te_dynamo.passes.dialect.fusions.producer import quantize_of
 from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, read_item, replace_items
 
-__all__ = ["fuse_gemm_amax"]
-
 
 def fuse_gemm_amax(graph: Graph) -> int:
     """te.gemm of a few rows + te.quantize -> te.gemm_amax + te.quantize_with_amax."""

@@ -14,8 +14,6 @@ from torch.fx import Graph, Node
 from te_dynamo.dialect.gemm import Gemm, add_bias, gemm
 from te_dynamo.passes.dialect.graph import call_like, calls
 
-__all__ = ["fuse_gemm_bias"]
-
 
 def fuse_gemm_bias(graph: Graph) -> int:
     """A GEMM + te.add_bias -> the GEMM with its bias."""

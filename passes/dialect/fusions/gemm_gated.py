@@ -23,8 +23,6 @@ from te_dynamo.dialect.gemm import Gemm, gemm, gemm_gated
 from te_dynamo.dialect.memory import before_reshapes
 from te_dynamo.passes.dialect.graph import call_like, calls, getitem_after, read_item, replace_items
 
-__all__ = ["fuse_gemm_gated"]
-
 _slice = torch.ops.aten.slice.Tensor
 
 

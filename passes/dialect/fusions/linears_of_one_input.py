@@ -18,8 +18,6 @@ from te_dynamo.dialect.quantize import quantize
 from te_dynamo.dialect.stacked import side_stacks, stacks_of
 from te_dynamo.passes.dialect.graph import calls, item_users
 
-__all__ = ["Linear", "Part", "Sum", "buffer_names", "readers", "source_of", "stacks_of_linears"]
-
 _aten = torch.ops.aten
 
 

@@ -32,8 +32,6 @@ from te_dynamo.dialect.norm import (
 )
 from te_dynamo.passes.dialect.graph import call_like, calls, is_plain_sum, item_users, read_item
 
-__all__ = ["fuse_norm_add_quantize"]
-
 _FUSED = {rms_norm_quantize: add_rms_norm_quantize, layer_norm_quantize: add_layer_norm_quantize}
 
 

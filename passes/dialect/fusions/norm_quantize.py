@@ -27,8 +27,6 @@ from te_dynamo.dialect.producers import NORMS
 from te_dynamo.passes.dialect.fusions.producer import fuse_producer, quantize_of
 from te_dynamo.passes.dialect.graph import calls, item_users
 
-__all__ = ["fuse_norm_quantize"]
-
 
 def fuse_norm_quantize(graph: Graph) -> int:
     """te.rms_norm, te.layer_norm or te.layer_norm_modulate + te.quantize -> one operation."""

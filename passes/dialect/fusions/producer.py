@@ -18,8 +18,6 @@ from torch.fx import Graph, Node
 from te_dynamo.dialect.quantize import quantize
 from te_dynamo.passes.dialect.graph import call_like, item_users, read_item
 
-__all__ = ["fuse_producer", "quantize_of", "take_over"]
-
 
 def quantize_of(y: Node) -> Node | None:
     """The one te.quantize that reads `y`, if a fused kernel knows its format; None without one, or with several that differ

@@ -17,8 +17,6 @@ from te_dynamo.dialect.quantize import quantize_bias_grad
 from te_dynamo.passes.dialect.fusions.producer import quantize_of, take_over
 from te_dynamo.passes.dialect.graph import call_like, calls, read_item
 
-__all__ = ["fuse_quantize_bias_grad"]
-
 
 def fuse_quantize_bias_grad(graph: Graph) -> int:
     """te.bias_grad + te.quantize of one tensor -> one operation."""

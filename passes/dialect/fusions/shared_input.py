@@ -90,8 +90,6 @@ from te_dynamo.passes.dialect.graph import (
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.user_code import module_here
 
-__all__ = ["fuse_shared_input", "linears_left"]
-
 _aten = torch.ops.aten
 _BY_ROWS = (gated, gated_backward)  # the te operations that read tensors with a row stride of their own
 

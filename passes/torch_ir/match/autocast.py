@@ -9,8 +9,6 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["autocast_around", "is_body", "may_be_autocast"]
-
 _ENTER = torch.amp.autocast_mode._enter_autocast
 _EXIT = torch.amp.autocast_mode._exit_autocast
 

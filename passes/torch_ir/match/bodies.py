@@ -33,8 +33,6 @@ from te_dynamo.passes.torch_ir.match.where import SOURCE, module_path
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord
 
-__all__ = ["Matcher"]
-
 _PLAIN_BODIES = {
     "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "wrap_with_set_grad_enabled",
     "wrap_with_autocast", "invoke_subgraph", "cond",

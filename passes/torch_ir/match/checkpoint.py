@@ -22,8 +22,6 @@ from te_dynamo.dialect.linear import linear, linear_with_workspace
 from te_dynamo.dialect.norm import layer_norm, rms_norm
 from te_dynamo.dialect.norm_modulate import layer_norm_modulate
 
-__all__ = ["ask_for_what_was_replaced"]
-
 _aten = torch.ops.aten
 
 Call = tuple[torch._ops.OpOverload, tuple[Any, ...]]

@@ -37,20 +37,6 @@ from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
 from te_dynamo.weights import frozen
 from te_dynamo.weights.frozen import FROZEN
 
-__all__ = [
-    "BF16_FLOPS_PER_US",
-    "BYTES_PER_US",
-    "BY_RULE",
-    "LEFT_FOR_COST",
-    "experts_cost_reason",
-    "is_dropped",
-    "is_kept",
-    "kept_weights_known",
-    "linear_cost_reason",
-    "linear_times",
-    "waiting_for_cpu",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Times:

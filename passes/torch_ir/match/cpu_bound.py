@@ -52,8 +52,6 @@ from te_dynamo.rates import Rates, rates_of
 from te_dynamo.recipe import Float8CurrentScaling
 from te_dynamo.report import Report
 
-__all__ = ["cpu_known"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Host:

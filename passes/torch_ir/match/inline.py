@@ -26,8 +26,6 @@ from te_dynamo.passes.torch_ir.match.memory import note_new
 from te_dynamo.passes.torch_ir.match.values import emit, emit_method, replace
 from te_dynamo.passes.torch_ir.match.writes import written_by
 
-__all__ = ["CannotInline", "inline_call"]
-
 _PLAIN = (bool, int, float, str, type(None), torch.SymInt, torch.SymBool, torch.dtype, torch.device, torch.layout)
 """What a torch function may return beside tensors: values that the recorded calls hold as they are."""
 

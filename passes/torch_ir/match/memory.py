@@ -16,18 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-__all__ = [
-    "CHANGED_BY",
-    "Memory",
-    "memory_of",
-    "note_body",
-    "note_graph",
-    "note_new",
-    "share",
-    "storages_of",
-    "take_over",
-]
-
 Memory = frozenset[Any]
 """The storages that tensors lie in; none of what is no tensor."""
 

@@ -20,8 +20,6 @@ from te_dynamo.passes.torch_ir.match.values import name_of, tensor_of
 from te_dynamo.passes.torch_ir.match.writes import changes_form, written_by
 from te_dynamo.passes.torch_ir.regions import regions
 
-__all__ = ["facts_known", "is_written", "reads_through", "refuses", "written_inputs"]
-
 _MODES = {
     "_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode",
     "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable",

@@ -18,8 +18,6 @@ from torch import fx
 
 from te_dynamo.passes.torch_ir.match.values import name_of, tensor_of
 
-__all__ = ["Origin", "is_module_parameter", "origin_of", "origins_known", "parameters_below"]
-
 
 class Origin(enum.IntEnum):
     """What a tensor is made of. Of several the largest counts."""

@@ -16,16 +16,6 @@ from te_dynamo.passes.torch_ir.match.autocast import is_body
 from te_dynamo.passes.torch_ir.match.patterns.linears.shards import keeps_shards
 from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, tensor_of
 
-__all__ = [
-    "INSIDE",
-    "comes_from_linear",
-    "linear_behind",
-    "rounds_to_16_bits",
-    "why_its_strides_stay",
-    "why_not_read_by_linear",
-    "with_one_row",
-]
-
 INSIDE = "te_inside"
 """In the meta of a node inside a norm or an activation that is left: its row would be one more of the same."""
 

@@ -26,8 +26,6 @@ from torch import fx, nn
 from te_dynamo.passes.torch_ir.match.where import parameter_name, path_prefix
 from te_dynamo.user_code import OWNERS, clean_path, is_torchs, traced_code
 
-__all__ = ["also_named", "also_run_at", "compiled_model", "in_whole_model", "tell_apart"]
-
 
 @contextlib.contextmanager
 def in_whole_model(graph: fx.Graph, example_inputs: Sequence[Any]) -> Iterator[None]:

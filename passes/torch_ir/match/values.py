@@ -18,29 +18,6 @@ from torch.utils._pytree import tree_leaves
 from te_dynamo.passes.torch_ir.match.memory import CHANGED_BY, note_new, take_over
 from te_dynamo.quantized.tensor import QuantizedTensor
 
-__all__ = [
-    "FLOATS",
-    "arguments",
-    "calls",
-    "dtype_name",
-    "emit",
-    "emit_getitem",
-    "emit_method",
-    "erase_unused",
-    "fixed",
-    "is_number",
-    "left_as_plain",
-    "name_of",
-    "number",
-    "put_back",
-    "quantized_of",
-    "replace",
-    "sole_user",
-    "spells",
-    "tensor_of",
-    "times_mapped",
-]
-
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """The precisions a te operation computes for."""
 

@@ -11,23 +11,23 @@ from torch import fx
 from te_dynamo import _compat
 from te_dynamo.passes.torch_ir.match.origins import parameters_below
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import without_casts
-from te_dynamo.user_code import OWNERS, clean_path, has_own_path, module_here, source_line
-
-__all__ = [
-    "SOURCE",
-    "linear_path",
-    "module_path",
-    "parameter_name",
-    "path_prefix",
-    "source_line",
-    "source_name",
-]
+from te_dynamo.passes.torch_ir.match.values import dtype_name, tensor_of
+from te_dynamo.report import MatchRecord
+from te_dynamo.user_code import OWNERS, clean_path, has_own_path, module_here
+from te_dynamo.user_code import source_line as source_line
 
 SOURCE = "te_dynamo_source"
 """In the meta of a body's input: Dynamo's source of the graph's input that it is."""
 
 path_prefix: contextvars.ContextVar[str | None] = contextvars.ContextVar("te_dynamo_path_prefix", default=None)
 """What stands before every path of the graph being matched ("" or "layers.0."); None where that is not known."""
+
+
+def record(kind: str, node: fx.Node, reason: str = "") -> MatchRecord:
+    """That `node`, which is no linear, was matched as a `kind`, or the reason why not."""
+    value = tensor_of(node)
+    dtype = "" if value is None else dtype_name(value.dtype)
+    return MatchRecord(kind, module_path(node), source_line(node), matched=not reason, reason=reason, dtype=dtype)
 
 
 def module_path(node: fx.Node, weight: fx.Node | None = None) -> str:

@@ -26,8 +26,6 @@ from te_dynamo.passes.torch_ir.match.memory import Memory, memory_of, share
 from te_dynamo.passes.torch_ir.match.values import name_of
 from te_dynamo.passes.torch_ir.regions import bodies_of, has_operands
 
-__all__ = ["changes_form", "is_known", "written_by"]
-
 _AUGMENTED = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
     operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift,

@@ -9,8 +9,6 @@ from rich.text import Text
 
 from te_dynamo.inspect.graphs.dtype_names import DTYPE_NAMES
 
-__all__ = ["colored", "terminal_shows_colors"]
-
 _STYLES = (
     (rf"\b(?:{'|'.join(DTYPE_NAMES.values())})\b(?:\[[^\]]*\])?", "cyan"),
     (r"\bte\.\w+", "bold green"),

@@ -15,8 +15,6 @@ from te_dynamo.report import in_one, without_numbers
 if TYPE_CHECKING:
     from te_dynamo.inspect.explain import Explanation
 
-__all__ = ["overview_data", "page_data"]
-
 _NO_CODE = 'Not known, as no code was generated: options={"codegen": "inductor"} or --codegen inductor does that, without a device.'
 
 Card = tuple[str, str, str]

@@ -18,14 +18,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from te_dynamo.inspect.graphs.capture import Captured
 from te_dynamo.inspect.graphs.graph_text import statements
 from te_dynamo.inspect.page.layers import Layers
+from te_dynamo.inspect.target import tensors_in
 from te_dynamo.user_code import module_here, source_line
-
-__all__ = ["stages_to_draw", "te_bytes"]
 
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "convolution", "einsum", "conv2d", "conv1d"}
 _DRAWN = {"te", "product", "attention"}
@@ -257,5 +255,6 @@ def _short(module: str) -> str:
 
 def _bytes(nodes: Iterable[fx.Node]) -> int:
     values = [node.meta.get("val", node.meta.get("example_value")) for node in dict.fromkeys(nodes)]
-    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in tensors if all(isinstance(size, int) for size in t.shape))
+    return sum(
+        t.numel() * t.element_size() for t in tensors_in(values) if all(isinstance(size, int) for size in t.shape)
+    )

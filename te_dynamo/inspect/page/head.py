@@ -14,8 +14,6 @@ from te_dynamo.inspect.explanation_text import gpu_name
 if TYPE_CHECKING:
     from te_dynamo.inspect.explain import Explanation
 
-__all__ = ["head"]
-
 
 def head(explanation: Explanation) -> dict[str, str]:
     """{"model", "recipe", "device", "date", "versions"}"""

@@ -7,8 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["Layers"]
-
 _LAYER = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 
 

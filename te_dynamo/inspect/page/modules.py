@@ -20,8 +20,6 @@ from typing import Any
 
 from te_dynamo.report import MatchRecord
 
-__all__ = ["module_rows"]
-
 _SUMS = ("flops", "covered", "linears", "taken", "left")
 
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from te_dynamo.accuracy.comparison import Comparison
 
-__all__ = ["numerics"]
-
 _SHOWN = {
     "module": "module",
     "snr_output_db": "output",

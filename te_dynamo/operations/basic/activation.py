@@ -10,7 +10,6 @@ from te_dynamo.dialect.activation import activation, activation_backward
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.operations import types
 from te_dynamo.operations.context import OperationContext
-from te_dynamo.operations.op import BasicOperation
 from te_dynamo.operations.saves import SavesAll
 from te_dynamo.quantized.tensor_proto import TensorProto
 
@@ -60,17 +59,22 @@ class Activation(FunctionOfInput, abstract=True):
         return TensorProto(input.shape, input.dtype, device=input.device), [input]
 
 
-class GELU(Activation):
-    """x * Phi(x). approximate: "none" (by erf) or "tanh"; InvalidOptionError for another."""
+class OfGELU(FunctionOfInput, abstract=True):
+    """A GELU, alone or gated. approximate: "none" (by erf) or "tanh"; InvalidOptionError for another."""
 
     approximate: str = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.kind()
+        if self.approximate not in ("none", "tanh"):
+            raise InvalidOptionError.unknown(f"{type(self).__name__}.approximate", self.approximate, ("none", "tanh"))
 
     def kind(self) -> str:
-        return gelu_kind(self, self.approximate)
+        return "gelu_tanh" if self.approximate == "tanh" else "gelu"
+
+
+class GELU(OfGELU, Activation):
+    """x * Phi(x), approximate "none" (by erf) or "tanh"."""
 
 
 class QGELU(Activation):
@@ -95,10 +99,3 @@ class SiLU(Activation):
     """x * sigmoid(x)."""
 
     name = "silu"
-
-
-def gelu_kind(op: BasicOperation, approximate: str) -> str:
-    """The kind of a GELU, alone or gated; InvalidOptionError for an approximation that there is not."""
-    if approximate not in ("none", "tanh"):
-        raise InvalidOptionError.unknown(f"{type(op).__name__}.approximate", approximate, ("none", "tanh"))
-    return "gelu_tanh" if approximate == "tanh" else "gelu"

@@ -13,7 +13,7 @@ import torch
 from te_dynamo.dialect.gated import gated, gated_backward
 from te_dynamo.errors import InputError
 from te_dynamo.operations import types
-from te_dynamo.operations.basic.activation import FunctionOfInput, gelu_kind
+from te_dynamo.operations.basic.activation import FunctionOfInput, OfGELU
 from te_dynamo.operations.op import BasicOperation
 from te_dynamo.quantized.tensor_proto import TensorProto
 
@@ -49,17 +49,8 @@ class GLU(Gated):
     name = "sigmoid"
 
 
-class GEGLU(Gated):
-    """gelu(a) * b. approximate: "none" (by erf) or "tanh"; InvalidOptionError for another."""
-
-    approximate: str = "none"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.kind()
-
-    def kind(self) -> str:
-        return gelu_kind(self, self.approximate)
+class GEGLU(OfGELU, Gated):
+    """gelu(a) * b, approximate "none" (by erf) or "tanh"."""
 
 
 class QGEGLU(Gated):

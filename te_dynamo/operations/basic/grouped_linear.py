@@ -90,11 +90,8 @@ class GroupedLinear(FuserSavesAll, BasicOperation):
         recipe = self._grouped_recipe()
         if recipe is None:
             return None
-        return GroupedLinearConfig.for_weight(
-            recipe,
-            weight_transposed=False,
-            input_requires_grad=requires_grad.input,
-            weight_requires_grad=requires_grad.params[0],
+        return GroupedLinearConfig.from_recipe(
+            recipe, input_requires_grad=requires_grad.input, weight_requires_grad=requires_grad.params[0]
         )
 
     def fuser_forward_compute(

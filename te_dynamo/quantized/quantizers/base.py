@@ -41,6 +41,9 @@ class Quantizer(metaclass=OpaqueMeta):
     rowwise: bool = True
     columnwise: bool = True
 
+    storage: ClassVar[str]
+    """The qualified name of the class that holds its tensors."""
+
     reads_as_matrix: ClassVar[bool] = True
     """Whether a tensor of any rank is read as [M, K], so that its views of the same K have the same buffers."""
 
@@ -203,14 +206,13 @@ class Quantizer(metaclass=OpaqueMeta):
         self.check_shape(shape)
         return self.form().buffers(shape)
 
-    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-        """{"cls": qualified name of the storage class, "kwargs": its constructor's arguments beside the buffers}."""
-        raise NotImplementedError
-
     def create_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-        """What rebuilds a quantized tensor from its buffers; see `QuantizedTensorStorage.from_metadata`."""
+        """What rebuilds a quantized tensor from its buffers; see `QuantizedTensorStorage.from_metadata`.
+
+        {"cls": `storage`, "kwargs": the arguments of that class beside the buffers}.
+        """
         self.check_dtype(dtype)
-        return self._storage_metadata(tuple(shape), dtype)
+        return {"cls": self.storage, "kwargs": {"shape": tuple(shape), "dtype": dtype, "quantizer": self}}
 
     def alloc_tensors(self, shape: tuple[int, ...], device: torch.device | None = None) -> dict[str, torch.Tensor]:
         """Uninitialised buffers by name."""
@@ -263,7 +265,9 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
         """The buffers of that usage, data first."""
-        raise NotImplementedError
+        names = self.form().NAMES
+        half = len(names) // 2
+        return names[half:] if columnwise else names[:half]
 
     def describe(self) -> str:
         """One short word for graphs and tables: "e4m3[row+column]"."""

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 
 from te_dynamo.errors import QuantizationError
-from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.quantized.quantizers.base import Quantizer
 from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_setting
 
@@ -64,9 +63,6 @@ class RowScalesQuantizer(ScaledQuantizer):
 
     def recipe(self) -> tuple[str, dict[str, Any]]:
         return "float8_rowwise", {"power_of_two_scales": self.power_of_two_scale}
-
-    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        return RowForm.NAMES[2:] if columnwise else RowForm.NAMES[:2]
 
     def _format(self) -> tuple[str, str]:
         return f"{self.fp8_format} by rows", f"FP8 ({self.fp8_format})"

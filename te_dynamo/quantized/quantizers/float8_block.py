@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
-import torch
-
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.layouts.block import BLOCK, BlockForm
 from te_dynamo.quantized.quantizers.float8 import Float8Quantizer
@@ -31,6 +29,7 @@ class Float8BlockQuantizer(Float8Quantizer):
     1D columns are quantized on their own; 2D columns are the transposed rows.
     """
 
+    storage: ClassVar[str] = "Float8BlockTensorStorage"
     fused_producers: ClassVar[bool] = True
     stacks: ClassVar[Literal["blocks"]] = "blocks"
 
@@ -71,17 +70,11 @@ class Float8BlockQuantizer(Float8Quantizer):
         options = self.block_dims == 2, self.power_of_two_scale, self.amax_epsilon
         return BlockForm(FP8_DTYPES[self.fp8_format], *usages, *options)
 
-    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-        return {"cls": "Float8BlockTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
-
     def columns_are_rows(self) -> bool:
         return self.block_dims == 2
 
     def rows_of_a_scale(self) -> int:
         return BLOCK if self.block_dims == 2 else 1
-
-    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        return BlockForm.NAMES[2:] if columnwise else BlockForm.NAMES[:2]
 
     def _format(self) -> tuple[str, str]:
         return f"{self.fp8_format} {self.scaling()}", f"FP8 ({self.fp8_format})"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
-
-import torch
+from typing import ClassVar, Literal
 
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.layouts.tensor import TensorForm
@@ -25,6 +23,8 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
     input_amax: of a weight from a file, the amax for which the file scales what it is multiplied with, 0 where it says none. Only a recipe
         with static_inputs reads it.
     """
+
+    storage: ClassVar[str] = "Float8TensorStorage"
 
     one_pass: bool = False
     input_amax: float = 0.0
@@ -66,6 +66,3 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
 
     def form(self) -> TensorForm:
         return TensorForm(*self._form_fields())
-
-    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-        return {"cls": "Float8TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}

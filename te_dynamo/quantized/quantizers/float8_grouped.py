@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
-
-import torch
+from typing import ClassVar
 
 from te_dynamo.errors import InputError
 from te_dynamo.kernels.layouts.tensor import GroupedForm
@@ -19,6 +17,7 @@ class Float8GroupedQuantizer(OneScaleQuantizer):
     Columnwise data is each group's transpose. The fields are those of Float8CurrentScalingQuantizer.
     """
 
+    storage: ClassVar[str] = "Float8GroupedTensorStorage"
     reads_as_matrix: ClassVar[bool] = False
 
     def _using(self, rowwise: bool, columnwise: bool) -> Float8GroupedQuantizer:
@@ -33,9 +32,6 @@ class Float8GroupedQuantizer(OneScaleQuantizer):
 
     def form(self) -> GroupedForm:
         return GroupedForm(*self._form_fields())
-
-    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-        return {"cls": "Float8GroupedTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
 
     def _format(self) -> tuple[str, str]:
         return f"grouped {self.fp8_format}", f"grouped FP8 ({self.fp8_format})"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
-
-import torch
+from typing import ClassVar
 
 from te_dynamo.errors import InputError
 from te_dynamo.kernels.layouts.row import GroupColumnsForm, GroupedRowForm
@@ -16,6 +14,7 @@ from te_dynamo.quantized.quantizers.float8 import RowScalesQuantizer
 class Float8GroupedRowwiseQuantizer(RowScalesQuantizer):
     """Each x[g] of x [G, N, K] as Float8RowwiseQuantizer holds it, whose fields these are; columnwise data is each group's transpose."""
 
+    storage: ClassVar[str] = "Float8GroupedRowwiseTensorStorage"
     reads_as_matrix: ClassVar[bool] = False
 
     def _using(self, rowwise: bool, columnwise: bool) -> Float8GroupedRowwiseQuantizer:
@@ -29,12 +28,6 @@ class Float8GroupedRowwiseQuantizer(RowScalesQuantizer):
 
     def form(self) -> GroupedRowForm:
         return GroupedRowForm(*self._form_fields())
-
-    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-        return {
-            "cls": "Float8GroupedRowwiseTensorStorage",
-            "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self},
-        }
 
     def _format(self) -> tuple[str, str]:
         return f"grouped {self.fp8_format} by rows", f"grouped FP8 ({self.fp8_format})"

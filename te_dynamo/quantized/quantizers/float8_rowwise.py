@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, Literal
 
-import torch
-
 from te_dynamo.kernels.layouts.row import RowForm
 from te_dynamo.quantized.quantizers.float8 import RowScalesQuantizer
 from te_dynamo.quantized.quantizers.float8_grouped_rowwise import Float8GroupedRowwiseQuantizer, GroupColumnsQuantizer
@@ -28,6 +26,7 @@ class Float8RowwiseQuantizer(RowScalesQuantizer):
     Columns are the rows of x^T, quantized on their own.
     """
 
+    storage: ClassVar[str] = "Float8RowwiseTensorStorage"
     fused_producers: ClassVar[bool] = True
     stacks: ClassVar[Literal["rows"]] = "rows"
 
@@ -47,6 +46,3 @@ class Float8RowwiseQuantizer(RowScalesQuantizer):
 
     def form(self) -> RowForm:
         return RowForm(*self._form_fields())
-
-    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-        return {"cls": "Float8RowwiseTensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}

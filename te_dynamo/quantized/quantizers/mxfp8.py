@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
-import torch
-
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.layouts.mxfp8 import BLOCK, MXFP8Form, columnwise_names
 from te_dynamo.quantized.quantizers.float8 import Float8Quantizer
@@ -34,6 +32,7 @@ class MXFP8Quantizer(Float8Quantizer):
     same values: of blocks of 32 `data` is both usages', and there is no columnwise_data.
     """
 
+    storage: ClassVar[str] = "MXFP8TensorStorage"
     fused_producers: ClassVar[bool] = True
     stacks: ClassVar[Literal["blocks"]] = "blocks"
 
@@ -86,9 +85,6 @@ class MXFP8Quantizer(Float8Quantizer):
     def form(self) -> MXFP8Form:
         options = self.rowwise, self.columnwise, self.scale_block, self.swizzled, self.block_dims == 2
         return MXFP8Form(FP8_DTYPES[self.fp8_format], *options)
-
-    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-        return {"cls": "MXFP8TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
 
     def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
         return columnwise_names(self.scale_block, self.block_dims == 2) if columnwise else MXFP8Form.NAMES[:2]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal
-
-import torch
+from typing import Any, ClassVar, Literal
 
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.layouts.nvfp4 import NVFP4Form
@@ -31,6 +29,8 @@ class NVFP4Quantizer(Quantizer):
     data and scales are uint8, the scales the bits of e4m3; columns are the rows of x^T. Swizzled, scales of shape (R, S) are
     (R / 4, S, 4), in tiles of 128 by 4 (kernels/layouts/tiled_scales.py).
     """
+
+    storage: ClassVar[str] = "NVFP4TensorStorage"
 
     hadamard: bool = False
     stochastic_rounding: bool = False
@@ -70,12 +70,6 @@ class NVFP4Quantizer(Quantizer):
     def form(self) -> NVFP4Form:
         rounding = self.hadamard, self.stochastic_rounding
         return NVFP4Form(self.rowwise, self.columnwise, self.block_dims == 2, *rounding, self.swizzled)
-
-    def _storage_metadata(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-        return {"cls": "NVFP4TensorStorage", "kwargs": {"shape": shape, "dtype": dtype, "quantizer": self}}
-
-    def _operand_names(self, columnwise: bool) -> tuple[str, ...]:
-        return NVFP4Form.NAMES[3:] if columnwise else NVFP4Form.NAMES[:3]
 
     def _format(self) -> tuple[str, str]:
         return "nvfp4", "NVFP4"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_dynamo.kernels.layouts.mxfp8 import BLOCK, MXFP8Form
+from te_dynamo.kernels.layouts.mxfp8 import BLOCK, MXFP8Form, powers_of_two
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.quantized.storages.blocks import spread
@@ -41,12 +41,4 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
 def _values(data: torch.Tensor, codes: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """data in fp32, each value times 2^(code - 127) of its block, exactly; code 255 is NaN."""
     shape = (data.shape[0], data.shape[1])
-    return data.to(torch.float32) * spread(_powers_of_two(codes), block, shape)
-
-
-def _powers_of_two(codes: torch.Tensor) -> torch.Tensor:
-    """2^(code - 127) in fp32, from the bits: code 0 is a denormal, code 255 NaN."""
-    bits = codes.to(torch.int32) << 23
-    bits = torch.where(codes == 0, torch.full_like(bits, 0x00400000), bits)
-    bits = torch.where(codes == 255, torch.full_like(bits, 0x7FC00000), bits)
-    return bits.view(torch.float32)
+    return data.to(torch.float32) * spread(powers_of_two(codes), block, shape)

@@ -6,16 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_dynamo.kernels.layouts.nvfp4 import BLOCK, NVFP4Form
+from te_dynamo.kernels.layouts.nvfp4 import BLOCK, HADAMARD_SIGNS, NVFP4Form
 from te_dynamo.kernels.layouts.tiled_scales import plain_scales
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.quantized.storages.blocks import spread
 
 if TYPE_CHECKING:
     from te_dynamo.quantized.quantizers import NVFP4Quantizer
-
-HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Those of te_dynamo.kernels.quantize.nvfp4, which says what the transform is; storages do not read kernels."""
 
 
 class NVFP4TensorStorage(QuantizedTensorStorage):

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["run_all_ranks"]
-
 _c10d = torch.ops._c10d_functional
 
 

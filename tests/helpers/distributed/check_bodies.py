@@ -17,8 +17,6 @@ from te_dynamo.distributed.check_ranks import _watches
 from te_dynamo.errors import InputError, RanksDifferError
 from te_dynamo.testing import count_wire
 
-__all__ = ["environment", "gathered", "groups", "inference", "other_group", "step"]
-
 
 def step(rank: int, *options: dict[str, Any] | None, alone: str = "", rows: tuple[int, ...] = (32, 32)) -> str:
     """options: of each rank; None is eager. alone: what the first rank compiles by itself before. rows: of each rank's batch."""

@@ -12,8 +12,6 @@ from torch._dynamo.utils import counters
 import te_dynamo
 from te_dynamo.testing import count_wire
 
-__all__ = ["Mixture", "steps", "whole"]
-
 WIDTH, HIDDEN, EXPERTS, TOKENS = 128, 256, 8, 48
 """TOKENS: of a rank."""
 

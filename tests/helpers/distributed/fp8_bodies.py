@@ -27,26 +27,6 @@ from te_dynamo.passes.dialect.live_memory import peak_bytes
 from te_dynamo.recipe import Recipe, as_recipe
 from te_dynamo.testing import count_wire
 
-__all__ = [
-    "beside_a_graph",
-    "bits",
-    "in_any_order",
-    "inference",
-    "load",
-    "reasons",
-    "refused",
-    "replayed",
-    "replicated",
-    "save",
-    "stale",
-    "steps",
-    "tensor_bits",
-    "tensor_graphs",
-    "wire",
-    "written_by_replays",
-    "work",
-]
-
 RULES = [("head", None)]
 """The head is not compiled: FSDP's hooks break the graph before each block."""
 

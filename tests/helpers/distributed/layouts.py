@@ -18,8 +18,6 @@ from torch import Tensor, nn
 import te_dynamo
 from te_dynamo.testing import count_wire
 
-__all__ = ["LAYOUTS", "RECIPE", "killed", "train"]
-
 Step = Callable[[Tensor, Tensor], Tensor]
 """(ids, wanted) of the whole batch -> this rank's loss, gradients made."""
 

@@ -18,22 +18,6 @@ from torch import Tensor, nn
 import te_dynamo
 from te_dynamo.errors import TeError
 
-__all__ = [
-    "alone",
-    "batch",
-    "biased",
-    "collectives",
-    "data_parallel",
-    "frozen",
-    "loss_of",
-    "mixed_precision",
-    "model",
-    "rows_of",
-    "sequential",
-    "step",
-    "tensor_parallel",
-]
-
 LEARNING_RATE = 0.1
 
 

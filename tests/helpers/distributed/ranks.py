@@ -25,8 +25,6 @@ from typing import Any
 import torch
 from helpers.dynamo import collect_no_garbage, few_rows_too, time_no_guards
 
-__all__ = ["SIZE", "Ranks", "device", "mesh"]
-
 SIZE = 2
 """How many processes share a batch or a weight."""
 

@@ -13,8 +13,6 @@ import te_dynamo
 from te_dynamo.inspect.graphs.capture import Captured
 from te_dynamo.testing import count_wire
 
-__all__ = ["block", "capture_step", "steps"]
-
 MLPS: dict[str, type[nn.Module]] = {"gelu": GeluMLP, "swiglu": SwiGLU}
 COLUMN = {"gelu": ["up"], "swiglu": ["gate", "up"]}
 

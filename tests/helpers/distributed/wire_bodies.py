@@ -11,8 +11,6 @@ from torch import nn
 
 from te_dynamo.testing import Wire, count_wire
 
-__all__ = ["compiled", "ddp", "each_operation", "fsdp2", "table"]
-
 N = 64
 """Values of a rank's part."""
 

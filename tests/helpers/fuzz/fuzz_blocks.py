@@ -9,28 +9,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-__all__ = [
-    "ACTIVATIONS",
-    "GATES",
-    "IN_PLACE",
-    "MATCHED",
-    "NORMS",
-    "NORM_MODULES",
-    "STRIDED",
-    "STYLES",
-    "VIEWS",
-    "Around",
-    "Expression",
-    "Gated",
-    "InPlace",
-    "Linear",
-    "LinearCall",
-    "Norm",
-    "Shared",
-    "Twice",
-    "Writer",
-]
-
 
 class Writer:
     """Collects the lines of a model: `setup` of its __init__, `body` of its forward."""

@@ -32,8 +32,6 @@ from helpers.fuzz.fuzz_blocks import (
 from hypothesis import strategies as st
 from torch import nn
 
-__all__ = ["Program", "programs"]
-
 FILE = "fuzz_program.py"
 """The name under which a program's lines are known to tracebacks, and so to the records of what was matched."""
 

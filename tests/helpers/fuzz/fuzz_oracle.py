@@ -23,8 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 from te_dynamo.recipe import Recipe
 
-__all__ = ["FACTOR", "OutOfRangeError", "Step", "eager_errors", "oracle_steps", "run", "tolerances"]
-
 FACTOR = 3.0
 """Tolerances are so many times the largest move seen. In 100 models the tensor furthest off was 1.3 times as far from the oracle's as the
 largest of three moves; torch's own layer norm in fp16, which adds up in 16 bits on a CPU, was 2.1 times."""

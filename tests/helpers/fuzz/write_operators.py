@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["allowed", "as_operator", "as_triton", "nonstrict"]
-
 _LIBRARY = torch.library.Library("te_fuzz", "DEF")
 _LIBRARY.define("first(Tensor(a!) out, Tensor x) -> ()")
 _LIBRARY.define("second(Tensor x, Tensor(a!) out) -> ()")

@@ -23,8 +23,6 @@ from torch.utils._pytree import tree_leaves
 import te_dynamo
 from te_dynamo import recipe as recipes
 
-__all__ = ["NotComparable", "Wrong", "check", "shrunk"]
-
 NEAR, BY_ROUNDINGS = 0.1, 2.0
 """Allowed: so much of a tensor's norm, and so many times what the recipe's roundings do to it."""
 

@@ -8,8 +8,6 @@ import random
 import re
 import textwrap
 
-__all__ = ["Program", "Write", "drawn"]
-
 HEADER = """\
 import operator
 import torch

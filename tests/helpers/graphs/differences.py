@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from te_dynamo.testing import graph_diff
 
-__all__ = ["changes"]
-
 
 def changes(before: str, after: str, gone: bool = True) -> str:
     """The lines that differ, below the numbers of the lines in both texts; "" where none does. All others are as they were.

@@ -41,7 +41,7 @@ MXFP8_128 = MXFP8Quantizer(columnwise=False, scale_block=128)
 
 LINEAR = LinearConfig.from_recipe(Float8CurrentScaling(), input_requires_grad=True, weight_requires_grad=True)
 
-GROUPED_LINEAR = GroupedLinearConfig.for_weight(
+GROUPED_LINEAR = GroupedLinearConfig.from_recipe(
     Float8CurrentScaling(), weight_transposed=False, input_requires_grad=True, weight_requires_grad=True
 )
 

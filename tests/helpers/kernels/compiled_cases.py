@@ -15,6 +15,7 @@ from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kern
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
+from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_kernel, specialized_options
 from te_dynamo.kernels.runtime.compiled_code import PtxReport, compile_for
 
 SPILLS_UNDER_TRITON_3_9 = pytest.mark.xfail(
@@ -74,6 +75,18 @@ def compile_case(case: Case) -> PtxReport:
     return _compiled(case.kernel, tuple(case.args.items()), constants, types, case.aligned, case.capability)
 
 
+def check_machine_code(case: Case, shared_bytes: int = SHARED_BYTES) -> PtxReport:
+    """No spill, no warning, shared memory for all of its programs on a multiprocessor, what it must contain, and nothing that it must not."""
+    report = compile_case(case)
+    assert report.spills == 0 and report.warnings == (), report.log
+    assert report.shared <= shared_bytes // case.programs_per_sm
+    for text in case.has:
+        assert text in report.ptx, text
+    for text in case.lacks:
+        assert text not in report.ptx, text
+    return report
+
+
 @functools.cache
 def _compiled(kernel: Any, args: Any, items: Any, _: Any, aligned: tuple[str, ...], capability: int) -> PtxReport:
     constants = dict(items)
@@ -82,6 +95,23 @@ def _compiled(kernel: Any, args: Any, items: Any, _: Any, aligned: tuple[str, ..
     if capability == 90 and "x2.f32" in report.ptx:
         check_merges(report.cubin)
     return report
+
+
+def compile_specialized(mix: str, out_dtype: torch.dtype, bias: bool, scaling: str, **how: bool) -> PtxReport:
+    """kernels/gemm/specialized/product.py's kernel; how: of `specialized_options`."""
+    a, b = MIXES[mix]
+    options = specialized_options(out_dtype.itemsize, scaling, **how)
+    warps = options.pop("num_warps")
+    return compile_for(
+        gemm_specialized_kernel,
+        {
+            **{"a": a, "a_scale_inv": "*fp32", "b": b, "b_scale_inv": "*fp32"} | ({"bias": "*bf16"} if bias else {}),
+            **{"c": TRITON_TYPES[out_dtype], "M": "i32", "N": "i32", "K": "i32"},
+        },
+        {**options, "addend": None} | ({} if bias else {"bias": None}),
+        aligned=("a", "a_scale_inv", "b", "b_scale_inv", *(["bias"] if bias else []), "c", "K", "N"),
+        num_warps=warps,
+    )
 
 
 class HopperDriver:

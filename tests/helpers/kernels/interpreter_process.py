@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 
-__all__ = ["run_in_interpreter"]
-
 
 def run_in_interpreter(file: str, *arguments: str) -> None:
     """Runs `python file arguments...`. Triton reads TRITON_INTERPRET where it is imported, so a process that has kernels is too late."""

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["codes", "run"]
-
 
 def run(asm: str, inputs: list[np.ndarray], outputs: list[np.dtype], pack: int) -> list[np.ndarray]:
     """What the assembly writes for each `pack` elements of the inputs, which have one shape, in arrays of these dtypes."""

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Experts", "Mixture", "exchange"]
-
 
 class Experts(nn.Module):
     """x [tokens, width], sorted by expert, counts [experts] -> [tokens, width]."""

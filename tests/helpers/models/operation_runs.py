@@ -8,7 +8,7 @@ from typing import Optional
 
 import torch
 
-from te_dynamo.operations import BasicOperation, FusibleOperation, OperationFuser
+from te_dynamo.operations import BasicOperation, FusedOperation, FusibleOperation, OperationFuser
 from te_dynamo.operations.run import Call, first_needing_grad, run_backward, run_forward
 from te_dynamo.recipe import Recipe
 
@@ -124,3 +124,18 @@ def all_four(case: Case, tolerance: dict[str, float]) -> tuple[Results, Results]
             if is_quantized(a):
                 assert_same_bits([a], [b])
     return unfused, runs[True, True]
+
+
+class ForwardPair(FusedOperation):
+    """Two operations one after another, forward only."""
+
+    def fuser_forward_compute(self, input, params, extra_inputs, *, requires_grad, **keywords):  # type: ignore[no-untyped-def]
+        saved = []
+        for op, p, needs in zip(self.ops, params, requires_grad, strict=True):
+            input, to_save = op.op_forward_compute(input, p, requires_grad=needs, **keywords)
+            saved.append(to_save)
+        return input, [()] * len(self.ops), saved
+
+    def fuser_forward_save_ctx(self, ctxs, tensors_to_save):  # type: ignore[no-untyped-def]
+        for op, ctx, saved in zip(self.ops, ctxs, tensors_to_save, strict=True):
+            op.op_forward_save_ctx(ctx, saved)

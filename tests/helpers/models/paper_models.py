@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MLA", "FTTransformer", "DiTBlock", "FluxBlock", "Monarch", "NGPTBlock", "ViTBlock", "WanBlock", "XBlock"]
-
 WIDTH, HEADS = 64, 4
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WIDTH", "Planted"]
-
 WIDTH = 128
 _EVERY = 16
 """NVFP4's block, the smallest: each block of each format has an outlier."""

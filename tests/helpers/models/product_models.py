@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["DLRM", "GShard", "Mixer", "SoftMoE", "TabTransformer"]
-
 
 def _weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape) / math.sqrt(shape[-2]))

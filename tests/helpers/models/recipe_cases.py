@@ -20,8 +20,6 @@ from te_dynamo.recipe import (
     Recipe,
 )
 
-__all__ = ["BY_RECIPE", "DEFAULTS", "RECIPES", "WIDTH", "assert_close", "build", "run", "te", "tokens"]
-
 EAGER = {"codegen": "eager"}
 
 RECIPES: dict[str, Recipe] = {

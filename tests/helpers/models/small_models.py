@@ -8,19 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = [
-    "MODELS",
-    "Attention",
-    "GeluMLP",
-    "GemmaRMSNorm",
-    "Llama",
-    "Residual",
-    "SquaredReluMLP",
-    "SwiGLU",
-    "WrittenRMSNorm",
-    "another_form",
-]
-
 WIDTH = 32
 
 

@@ -10,8 +10,6 @@ import re
 
 from triton.tools.disasm import get_sass
 
-__all__ = ["check_merges", "unwritten_merges"]
-
 _INSTRUCTION = re.compile(r"\s(?:@!?U?P\w+ )?([A-Z][\w.]*) (?:!?U?P\w+, )*(R\d+)(?:\.\w+)*(?:, (.*?))?\s*;")
 _FILLS_HALVES = ("F2FP", "PRMT", "MOV", "IMAD.MOV")
 """What fills the register: casts, and what moves words."""

@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["fp8_linears", "relative_error", "rounded"]
-
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """|actual - expected| / |expected| in the Frobenius norm; NaN if either holds one."""

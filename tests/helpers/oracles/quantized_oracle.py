@@ -20,8 +20,6 @@ from torch.overrides import TorchFunctionMode
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.recipe import Recipe
 
-__all__ = ["quantized_linear", "quantized_linears", "rounded"]
-
 
 def rounded(x: Tensor, quantizer: Quantizer, columnwise: bool) -> Tensor:
     """x after a round trip through that usage of its quantizer, as [M, K] in float64.

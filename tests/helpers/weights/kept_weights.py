@@ -10,7 +10,7 @@ import torch
 from helpers.models.small_models import Attention, Residual, SwiGLU
 from torch import Tensor, nn
 
-from te_dynamo.dialect import LinearConfig
+from te_dynamo.dialect.linear import LinearConfig
 from te_dynamo.recipe import Float8CurrentScaling
 
 STEP = {"weight_cache": "step"}

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-__all__ = ["HIDDEN_WRITES", "WRITES"]
-
 Write = Callable[[nn.Module, torch.Tensor], None]
 
 

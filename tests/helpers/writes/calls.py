@@ -16,8 +16,6 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["Call", "database_calls", "guessed_calls"]
-
 Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 """A node's op, its target, its arguments."""
 

@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
 from te_dynamo.passes.torch_ir.match.writes import written_by
 
-__all__ = ["Observed", "Seen", "spelled"]
-
 
 @dataclasses.dataclass
 class Seen:

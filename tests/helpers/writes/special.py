@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from helpers.writes.calls import Call
 from torch import Tensor, nn
 
-__all__ = ["calls_of_writers", "flagged_calls", "traced_functions"]
-
 
 def _call(target: Any, *args: Any, **kwargs: Any) -> Call:
     return ("call_method" if isinstance(target, str) else "call_function"), target, args, kwargs

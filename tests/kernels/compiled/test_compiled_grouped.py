@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.kernels.compiled_cases import (
-    SHARED_BYTES,
     SPILLS_UNDER_TRITON_3_9,
     TRITON_TYPES,
     Case,
-    compile_case,
+    check_machine_code,
     written,
 )
 
@@ -90,14 +89,7 @@ def marked(cases: list[Case]) -> list[Any]:
 def test_machine_code(case: Case, request: pytest.FixtureRequest) -> None:
     if case.name == SPILLS:
         request.applymarker(SPILLS_UNDER_TRITON_3_9)
-    report = compile_case(case)
-    assert report.spills == 0, report.log
-    assert report.warnings == (), report.log
-    assert report.shared <= SHARED_BYTES // case.programs_per_sm
-    for text in case.has:
-        assert text in report.ptx
-    for text in case.lacks:
-        assert text not in report.ptx
+    check_machine_code(case)
 
 
 @pytest.mark.parametrize("case", marked([case for case in CASES if case.capability == 90]), ids=lambda case: case.name)

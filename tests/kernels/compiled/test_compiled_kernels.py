@@ -15,6 +15,7 @@ from helpers.kernels.compiled_cases import (
     SHARED_BYTES,
     TRITON_TYPES,
     Case,
+    check_machine_code,
     compile_case,
     constant_argument,
     written,
@@ -146,14 +147,7 @@ CASES: list[Case] = [*gemm_cases()]
 @pytest.mark.one_fast_case
 @pytest.mark.parametrize("case", slow_but(4, CASES), ids=lambda case: case.name)
 def test_machine_code(case: Case) -> None:
-    report = compile_case(case)
-    assert report.spills == 0, report.log
-    assert report.warnings == (), report.log
-    assert report.shared <= SHARED_BYTES // case.programs_per_sm
-    for text in case.has:
-        assert text in report.ptx
-    for text in case.lacks:
-        assert text not in report.ptx
+    check_machine_code(case)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.capability == 90], ids=lambda case: case.name)

@@ -10,9 +10,9 @@ import pytest
 import torch
 import triton
 from helpers.kernels.compiled_cases import (
-    SHARED_BYTES,
     Case,
     HopperDriver,
+    check_machine_code,
     compile_case,
     padded_order_arguments,
     written,
@@ -142,14 +142,7 @@ CASES = list(cases())
 @pytest.mark.one_fast_case
 @pytest.mark.parametrize("case", slow_but(4, CASES), ids=lambda case: case.name)
 def test_machine_code(case: Case) -> None:
-    report = compile_case(case)
-    assert report.spills == 0, report.log
-    assert report.warnings == (), report.log
-    assert report.shared <= SHARED_BYTES
-    for text in case.has:
-        assert text in report.ptx, text
-    for text in case.lacks:
-        assert text not in report.ptx, text
+    check_machine_code(case)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.capability == 90], ids=lambda case: case.name)

@@ -7,20 +7,17 @@ import dataclasses
 import pytest
 import torch
 from helpers.kernels.block_operands import BLOCKS, e8m0, in_float64, operands
-from helpers.kernels.compiled_cases import MIXES, SHARED_BYTES, TRITON_TYPES
+from helpers.kernels.compiled_cases import SHARED_BYTES, compile_specialized
 from helpers.kernels.gemm_operands import E4M3, E5M2, OUT, relative_error
 from helpers.kernels.gemms import block_request, gemm_block, gemm_block_with_tile
 from helpers.models.snapshot_models import kernels_everywhere
-from helpers.models.training import train
-from torch import fx, nn
+from torch import fx
 
 from te_dynamo.dialect.gemm import values_of
 from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, choose, choose_for
 from te_dynamo.kernels.gemm.multiply import choice_of, run
 from te_dynamo.kernels.gemm.specialized.product import (
-    gemm_specialized_kernel,
     gemm_specialized_out,
-    specialized_options,
 )
 from te_dynamo.kernels.gemm.specialized.scales import decode_kernel
 from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, SPECIALIZED_BLOCK, SPECIALIZED_SMALL_BLOCK
@@ -30,7 +27,6 @@ from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering.extern import gemm as extern_gemm
 from te_dynamo.lowering.lower import lower
 from te_dynamo.quantized.quantizers import Float8BlockQuantizer
-from te_dynamo.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe
 from te_dynamo.testing import fake_cuda
 
 H200 = TARGETS["h200"]
@@ -68,19 +64,7 @@ def test_it_is_taken_for_large_products_whose_first_operand_is_1d() -> None:
     ],
 )
 def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool, b_two_d: bool, small: bool) -> None:
-    a, b = MIXES[mix]
-    options = specialized_options(out_dtype.itemsize, scaling(b_two_d), small=small)
-    warps = options.pop("num_warps")
-    report = compile_for(
-        gemm_specialized_kernel,
-        {
-            **{"a": a, "a_scale_inv": "*fp32", "b": b, "b_scale_inv": "*fp32"} | ({"bias": "*bf16"} if bias else {}),
-            **{"c": TRITON_TYPES[out_dtype], "M": "i32", "N": "i32", "K": "i32"},
-        },
-        {**options, "addend": None} | ({} if bias else {"bias": None}),
-        aligned=("a", "a_scale_inv", "b", "b_scale_inv", *(["bias"] if bias else []), "c", "K", "N"),
-        num_warps=warps,
-    )
+    report = compile_specialized(mix, out_dtype, bias, scaling(b_two_d), small=small)
     assert report.warnings == (), report.log
     assert report.spills == 0, report.log
     assert report.shared <= SHARED_BYTES
@@ -234,26 +218,3 @@ def test_gemm_block_takes_it(kind: str) -> None:
     assert choose_for(a, b, scaling="128x128" if two_d[0] else "1x128").specialized
     got = gemm_block(a, sa, b, sb, None, torch.bfloat16, *two_d)
     assert torch.equal(got, specialized(a, sa, b, sb, None, two_d, torch.bfloat16))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling(scale_block=128)], ids=Recipe.describe)
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_inductors_code_calls_it_without_the_dispatcher(mode: str, recipe: Recipe) -> None:
-    from torch._inductor.utils import run_and_get_code
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4096, 8192), nn.GELU(), nn.Linear(8192, 4096)).to("cuda", torch.bfloat16)
-    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    torch._dynamo.reset()
-    expected = train(torch.compile(model, backend="te", options={"recipe": recipe, "codegen": "eager"}), x)
-    torch._dynamo.reset()
-    options = {"recipe": recipe, **torch._inductor.list_mode_options(mode)}
-    compiled = torch.compile(model, backend="te", options=options)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        _, codes = run_and_get_code(train, compiled, x)
-    source = "\n".join(codes)
-    assert "extern_kernels.te_gemm(" in source and "torch.ops.te." not in source
-    for _ in range(3):  # CUDA graphs are recorded on the second call and replayed on the third
-        for got, wanted in zip(train(compiled, x), expected, strict=True):
-            assert relative_error(got, wanted.double().cpu()) < 5e-2

@@ -10,9 +10,10 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, Stacking, choose, choose_for
+from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, choose, choose_for
 from te_dynamo.kernels.gemm.tiles import SPECIALIZED_BLOCK, SPECIALIZED_SMALL_BLOCK, Tile
 from te_dynamo.kernels.runtime.target import TARGETS, Target
+from te_dynamo.kernels.tiles.stacking import Stacking
 
 H200, B200 = TARGETS["h200"], TARGETS["b200"]
 MLP = {

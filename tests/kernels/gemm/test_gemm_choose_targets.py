@@ -11,9 +11,10 @@ import pytest
 from expecttest import assert_expected_inline
 from helpers.slow import slow_but
 
-from te_dynamo.kernels.gemm.choose import Choice, Product, Stacking, choose, stacking_pays
+from te_dynamo.kernels.gemm.choose import Choice, Product, choose, stacking_pays
 from te_dynamo.kernels.gemm.tiles import Tile
 from te_dynamo.kernels.runtime.target import TARGETS, Target
+from te_dynamo.kernels.tiles.stacking import Stacking
 
 SHAPES = 200
 

@@ -15,12 +15,13 @@ from helpers.kernels.interpreter_process import run_in_interpreter
 
 from te_dynamo.kernels.activation.gated import BOUNDED_KINDS, gated_partial_amaxes, gated_reference
 from te_dynamo.kernels.gemm import decode as kernels
-from te_dynamo.kernels.gemm.choose import Choice, Product, Stacking, choose
+from te_dynamo.kernels.gemm.choose import Choice, Product, choose
 from te_dynamo.kernels.gemm.decode import gated_decode_options
 from te_dynamo.kernels.gemm.tiles import DecodeTile
 from te_dynamo.kernels.runtime._triton import tl, triton
 from te_dynamo.kernels.runtime.target import TARGETS, Target
 from te_dynamo.kernels.tiles import activations
+from te_dynamo.kernels.tiles.stacking import Stacking
 
 H200 = TARGETS["h200"]
 

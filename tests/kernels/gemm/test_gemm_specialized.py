@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.kernels.compiled_cases import MIXES, SHARED_BYTES, TRITON_TYPES
+from helpers.kernels.compiled_cases import SHARED_BYTES, compile_specialized
 from helpers.kernels.gemm_operands import E4M3, E5M2, OUT, in_float64, operands, relative_error
 from helpers.kernels.gemms import arguments, gemm, gemm_with_tile
 from helpers.models.snapshot_models import kernels_everywhere
@@ -13,14 +13,12 @@ from torch import fx, nn
 
 from te_dynamo.kernels.gemm.choose import Product, choose
 from te_dynamo.kernels.gemm.specialized.product import (
-    gemm_specialized_kernel,
     gemm_specialized_out,
-    specialized_options,
 )
 from te_dynamo.kernels.gemm.tiles import TILES
-from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.lowering.lower import lower
+from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from te_dynamo.testing import fake_cuda, graph_text
 
 H200 = TARGETS["h200"]
@@ -49,19 +47,7 @@ def test_it_is_taken_for_large_products(fast: bool) -> None:
     ("mix", "out_dtype", "bias"), [("e4m3.e4m3", torch.bfloat16, False), ("e5m2.e4m3", torch.float32, True)]
 )
 def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool, scaling: str, fast: bool) -> None:
-    a, b = MIXES[mix]
-    options = specialized_options(out_dtype.itemsize, scaling, fast=fast)
-    warps = options.pop("num_warps")
-    report = compile_for(
-        gemm_specialized_kernel,
-        {
-            **{"a": a, "a_scale_inv": "*fp32", "b": b, "b_scale_inv": "*fp32"} | ({"bias": "*bf16"} if bias else {}),
-            **{"c": TRITON_TYPES[out_dtype], "M": "i32", "N": "i32", "K": "i32"},
-        },
-        {**options, "addend": None} | ({} if bias else {"bias": None}),
-        aligned=("a", "a_scale_inv", "b", "b_scale_inv", *(["bias"] if bias else []), "c", "K", "N"),
-        num_warps=warps,
-    )
+    report = compile_specialized(mix, out_dtype, bias, scaling, fast=fast)
     assert report.warnings == (), report.log
     assert report.spills <= (BF16_SPILLS if out_dtype == torch.bfloat16 else FP32_SPILLS), report.log
     assert report.shared <= SHARED_BYTES
@@ -137,17 +123,21 @@ def test_gemm_takes_it(fast: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "recipe", [Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(scale_block=128)], ids=Recipe.describe
+)
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_inductors_code_calls_it_without_the_dispatcher(mode: str) -> None:
+def test_inductors_code_calls_it_without_the_dispatcher(mode: str, recipe: Recipe) -> None:
     from torch._inductor.utils import run_and_get_code
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4096, 8192), nn.GELU(), nn.Linear(8192, 4096)).to("cuda", torch.bfloat16)
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     torch._dynamo.reset()
-    expected = train(torch.compile(model, backend="te", options={"codegen": "eager"}), x)
+    expected = train(torch.compile(model, backend="te", options={"recipe": recipe, "codegen": "eager"}), x)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="te", mode=mode)
+    options = {"recipe": recipe, **torch._inductor.list_mode_options(mode)}
+    compiled = torch.compile(model, backend="te", options=options)
     with torch._inductor.config.patch(force_disable_caches=True):
         _, codes = run_and_get_code(train, compiled, x)
     source = "\n".join(codes)

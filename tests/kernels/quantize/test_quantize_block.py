@@ -17,7 +17,7 @@ from helpers.kernels.kernel_cases import (
     needs_cuda,
     run_poisoned,
 )
-from helpers.kernels.quantize_values import FORMATS, values_of
+from helpers.kernels.quantize_values import FORMATS, nearest_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,18 +41,6 @@ def block_input(kind: str, shape, dtype: torch.dtype, device: str = "cpu") -> to
 
 
 # --- an independent formulation -----------------------------------------------------------------------------
-
-
-def nearest_codes(values: np.ndarray, fp8_dtype: torch.dtype) -> np.ndarray:
-    """Codes of float64 values: the nearest finite value by search, ties to the even code."""
-    fmax, nan_code = FORMATS[fp8_dtype][2:]
-    grid = values_of(fp8_dtype)
-    magnitude = np.minimum(np.nan_to_num(np.abs(values), posinf=fmax), fmax)
-    upper = np.clip(np.searchsorted(grid, magnitude), 1, len(grid) - 1)
-    middle = (grid[upper - 1] + grid[upper]) / 2
-    up = (magnitude > middle) | ((magnitude == middle) & (upper % 2 == 0))
-    codes = np.where(up, upper, upper - 1) | np.where(np.signbit(values), 0x80, 0)
-    return np.where(np.isnan(values), nan_code, codes).astype(np.uint8)
 
 
 def one_scale(block: np.ndarray, fmax: float, largest: float, power_of_two: bool, eps: float) -> float:

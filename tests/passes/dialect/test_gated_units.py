@@ -16,7 +16,7 @@ from torch.fx import Graph
 from torch.utils._pytree import tree_leaves
 
 import te_dynamo
-from te_dynamo.dialect import is_te
+from te_dynamo.dialect.define import is_te
 from te_dynamo.inspect.graphs.capture import Captured
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

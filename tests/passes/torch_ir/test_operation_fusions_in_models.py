@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.models.operation_chain_models import EAGER, WholeBackward, check, run
 from torch import nn
 
 import te_dynamo
@@ -17,17 +18,7 @@ from te_dynamo.operations import (
     SReLU,
     sliding_window,
 )
-from te_dynamo.operations.fused.joined import joined_backward
 from te_dynamo.operations.fused.linear_bias_activation import ForwardLinearBiasActivation
-
-EAGER = {"codegen": "eager", "recipe": te_dynamo.recipe.Float8CurrentScaling(power_of_two_scales=True)}
-
-
-class BackwardOfThree(FusedOperation):
-    """The backward of its operations, one after another."""
-
-    def fuser_backward(self, ctxs, grad_output, grad_extra_outputs):
-        return joined_backward(self.ops, ctxs, grad_output, grad_extra_outputs)
 
 
 def squared_relu_forward(ops, *, recipe):
@@ -39,7 +30,7 @@ def gelu_forward(ops, *, recipe):
 
 
 def squared_relu_backward(ops, *, recipe):
-    return sliding_window(ops, (BasicLinear, Bias, SReLU), BackwardOfThree)
+    return sliding_window(ops, (BasicLinear, Bias, SReLU), WholeBackward)
 
 
 class MLP(nn.Module):
@@ -64,30 +55,11 @@ SPELLINGS = {
 }
 
 
-def run(model, options=EAGER):
-    """(stages, output and gradients) of the compiled model."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    x = torch.randn(2, 16, 32, dtype=torch.bfloat16, requires_grad=True)
-    with te_dynamo.capture() as graphs:
-        y = torch.compile(model, backend="te", fullgraph=True, options=options)(x)
-        grads = torch.autograd.grad(y.float().square().mean(), [x, *model.parameters()])
-    return graphs, [y.detach(), *grads]
-
-
-def assert_same_numbers(model, options=EAGER):
-    graphs, fused = run(model, options)
-    _, unfused = run(model, {**options, "fusions": False})
-    for a, b in zip(fused, unfused, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.125, atol=0.0675)
-    return graphs
-
-
 @pytest.mark.one_fast_case
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_of_the_square(spelling):
     with te_dynamo.register_forward_fusion(squared_relu_forward):
-        graphs = assert_same_numbers(MLP(SPELLINGS[spelling]).bfloat16())
+        graphs = check(MLP(SPELLINGS[spelling]).bfloat16())
     assert "te.ForwardLinearBiasActivation(x, [up.weight, up.bias], []" in graphs["match"]
     assert "relu" not in graphs["match"].replace("SReLU", "")
     assert graphs.reports[0].fusions[0] == ("forward", "ForwardLinearBiasActivation", 1)
@@ -98,21 +70,21 @@ def test_every_spelling_of_the_square(spelling):
 def test_other_recipes(recipe):
     """Where the matcher leaves relu to Inductor, the pattern is found all the same."""
     with te_dynamo.register_forward_fusion(squared_relu_forward):
-        graphs = assert_same_numbers(MLP(SPELLINGS["pow"]).bfloat16(), {**EAGER, "recipe": recipe})
+        graphs = check(MLP(SPELLINGS["pow"]).bfloat16(), {**EAGER, "recipe": recipe})
     assert "te.ForwardLinearBiasActivation" in graphs["match"]
 
 
 def test_gelu_and_two_linears_in_a_chain():
     with te_dynamo.register_forward_fusion(gelu_forward):
-        graphs = assert_same_numbers(nn.Sequential(MLP(nn.GELU("tanh")), MLP(nn.GELU())).bfloat16())
+        graphs = check(nn.Sequential(MLP(nn.GELU("tanh")), MLP(nn.GELU())).bfloat16())
     assert graphs["match"].count("= te.ForwardLinearBiasActivation") == 2
 
 
 def test_a_backward_fusion_is_a_sequence():
     with te_dynamo.register_backward_fusion(squared_relu_backward):
-        graphs = assert_same_numbers(MLP(SPELLINGS["pow"]).bfloat16())
+        graphs = check(MLP(SPELLINGS["pow"]).bfloat16())
     assert "= te.sequence(x, [up.weight, up.bias], []" in graphs["match"]
-    assert graphs.reports[0].fusions[0] == ("backward", "BackwardOfThree", 1)
+    assert graphs.reports[0].fusions[0] == ("backward", "WholeBackward", 1)
 
 
 def test_forward_and_backward_fusions_of_the_same_operations():
@@ -120,7 +92,7 @@ def test_forward_and_backward_fusions_of_the_same_operations():
         te_dynamo.register_forward_fusion(squared_relu_forward),
         te_dynamo.register_backward_fusion(squared_relu_backward),
     ):
-        graphs = assert_same_numbers(MLP(SPELLINGS["pow"]).bfloat16())
+        graphs = check(MLP(SPELLINGS["pow"]).bfloat16())
     assert graphs["match"].count("= te.sequence(") == 1
 
 

@@ -32,17 +32,8 @@ from te_dynamo.passes.torch_ir.match.values import (
     sole_user,
     tensor_of,
 )
-from te_dynamo.passes.torch_ir.match.where import module_path, source_line
+from te_dynamo.passes.torch_ir.match.where import record
 from te_dynamo.report import MatchRecord
-
-__all__ = [
-    "activation_of",
-    "factors",
-    "match_activation",
-    "match_written_activation",
-    "record",
-    "replace_activation",
-]
 
 _GELU = {F.gelu, torch._C._nn.gelu}
 _SILU = {F.silu, torch._C._nn.silu}
@@ -150,10 +141,3 @@ def factors(node: Any) -> list[tuple[fx.Node, fx.Node]]:
         return []
     a, b = node.args
     return [(a, b), (b, a)] if isinstance(a, fx.Node) and isinstance(b, fx.Node) else []
-
-
-def record(kind: str, node: fx.Node, reason: str) -> MatchRecord:
-    """That `node` was matched as a `kind`, or the reason why not."""
-    value = tensor_of(node)
-    dtype = "" if value is None else dtype_name(value.dtype)
-    return MatchRecord(kind, module_path(node), source_line(node), matched=not reason, reason=reason, dtype=dtype)

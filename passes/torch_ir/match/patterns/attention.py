@@ -27,8 +27,6 @@ from te_dynamo.passes.torch_ir.match.where import parameter_name, path_prefix
 from te_dynamo.report import MatchRecord
 from te_dynamo.user_code import module_here
 
-__all__ = ["match_attention"]
-
 _ATTENTION = {F.multi_head_attention_forward}
 _ENCODER_LAYER = {torch._transformer_encoder_layer_fwd}
 

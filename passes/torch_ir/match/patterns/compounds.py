@@ -28,8 +28,6 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.products import Sizes, con
 from te_dynamo.passes.torch_ir.match.values import calls, erase_unused, name_of, put_back, replace, tensor_of
 from te_dynamo.report import RECORD, MatchRecord
 
-__all__ = ["match_compound"]
-
 _CELLS = {torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
 _LAYERS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _BILINEAR = {torch.bilinear, F.bilinear}

@@ -37,8 +37,6 @@ from te_dynamo.passes.torch_ir.match.values import (
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import RECORD, MatchRecord
 
-__all__ = ["match_expert_loop"]
-
 _CAT = {torch.cat, torch.concat, torch.concatenate}
 _SPLIT = {torch.split, torch.chunk, torch.tensor_split}
 _SPLIT_METHODS = {"split", "chunk", "tensor_split"}

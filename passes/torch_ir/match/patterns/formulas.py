@@ -24,8 +24,6 @@ from torch import fx
 
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, tensor_of
 
-__all__ = ["ADD", "CLAMP", "DIV", "MUL", "POW", "RELU", "SIGMOID", "SQUARE", "Formula", "written_formula"]
-
 ADD = ({operator.add, torch.add}, {"add", "__add__", "__radd__"})
 MUL = ({operator.mul, torch.mul, torch.multiply}, {"mul", "__mul__", "__rmul__", "multiply"})
 POW = ({operator.pow, torch.pow}, {"pow", "__pow__"})

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.dialect.gated import KINDS
-from te_dynamo.passes.torch_ir.match.patterns.activation import activation_of, factors, record, replace_activation
+from te_dynamo.passes.torch_ir.match.patterns.activation import activation_of, factors, replace_activation
 from te_dynamo.passes.torch_ir.match.patterns.formulas import CLAMP, SIGMOID
 from te_dynamo.passes.torch_ir.match.readers import linear_behind, why_not_read_by_linear, with_one_row
 from te_dynamo.passes.torch_ir.match.values import (
@@ -29,9 +29,8 @@ from te_dynamo.passes.torch_ir.match.values import (
     left_as_plain,
     tensor_of,
 )
+from te_dynamo.passes.torch_ir.match.where import record
 from te_dynamo.report import MatchRecord
-
-__all__ = ["match_gated"]
 
 _GLU = {F.glu, torch._C._nn.glu}
 

@@ -73,8 +73,6 @@ from te_dynamo.rates import rates_of
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import RECORD, MatchRecord
 
-__all__ = ["emit_grouped_linear", "match_grouped", "recipe_reason", "shape_reason"]
-
 _GROUPED = {F.grouped_mm, torch._grouped_mm, torch.ops.aten._grouped_mm.default}
 _FALLBACK = "transformers::grouped_mm_fallback"
 """What transformers calls in a compiled model whose experts are not bf16, which torch's own does not take."""
@@ -160,7 +158,7 @@ def emit_grouped_linear(node: fx.Node, x: fx.Node, weight: fx.Node, offs: fx.Nod
         x, weight = padded_rows(x, inner, node), padded(weight, inner, 1 if transposed else 2, node)
     if missing:
         weight = padded(weight, missing, 2 if transposed else 1, node)
-    config = GroupedLinearConfig.for_weight(
+    config = GroupedLinearConfig.from_recipe(
         recipe,
         weight_transposed=transposed,
         input_requires_grad=grad and tensor_of(x).requires_grad,
@@ -195,14 +193,14 @@ def _format_reason(node: fx.Node, weight: Any, held: Any, offs: Any, recipe: Rec
 
 def _multiply_stored(node: fx.Node, x: fx.Node, weight: Any, held: Any, offs: fx.Node, recipe: Recipe) -> fx.Node:
     """The product by the codes and scales of `weight`; dgrad too, or by its values where they are none in the other direction."""
-    config = GroupedLinearConfig.for_weight(
+    config = GroupedLinearConfig.from_recipe(
         recipe,
         weight_transposed=not held.quantizer.rowwise,
         input_requires_grad=tensor_of(node).requires_grad and tensor_of(x).requires_grad,
         weight_requires_grad=False,
     )
     values = cast(weight, tensor_of(x).dtype, node) if config.grad_output_quantizer is None else None
-    config = dataclasses.replace(config, weight_quantizer=held.quantizer)
+    config = dataclasses.replace(config, weight_quantizer=held.quantizer, wgrad_in_high_precision=False)
     buffers = [emit(node.graph, getattr, (weight, f"_{name}"), node) for name in held.named_buffers()]
     results = emit(
         node.graph, torch.ops.te.grouped_linear_with_workspace.default, (x, values, offs, config, buffers), node

@@ -12,12 +12,11 @@ from typing import Any
 from torch import fx
 
 from te_dynamo.passes.torch_ir.match.patterns.formulas import ADD, MUL
-from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, before_casts, called_norm, left_norm, replace_norm
+from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, before_casts, called_norm, replace_norm
 from te_dynamo.passes.torch_ir.match.readers import with_one_row
 from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, sole_user, tensor_of
+from te_dynamo.passes.torch_ir.match.where import record
 from te_dynamo.report import MatchRecord
-
-__all__ = ["match_modulated_norm"]
 
 
 def match_modulated_norm(node: fx.Node) -> MatchRecord | None:
@@ -32,7 +31,7 @@ def match_modulated_norm(node: fx.Node) -> MatchRecord | None:
                     and (dtype := tensor_of(before_casts(norm.x)[0]).dtype) != tensor_of(node).dtype
                 ):
                     reason = f"it is {dtype_name(tensor_of(node).dtype)} of a {dtype_name(dtype)} input, of which backward would save a copy"
-                    return left_norm(modulated.kind, with_one_row(modulated.nodes), f"{reason}; left to Inductor")
+                    return record(modulated.kind, with_one_row(modulated.nodes), f"{reason}; left to Inductor")
                 return None if modulated is None else replace_norm(modulated)
     return None
 

@@ -42,19 +42,8 @@ from te_dynamo.passes.torch_ir.match.values import (
     sole_user,
     tensor_of,
 )
-from te_dynamo.passes.torch_ir.match.where import module_path, source_line
+from te_dynamo.passes.torch_ir.match.where import record
 from te_dynamo.report import MatchRecord
-
-__all__ = [
-    "Norm",
-    "before_casts",
-    "called_norm",
-    "is_cast",
-    "left_norm",
-    "match_norm",
-    "replace_norm",
-    "why_no_te_norm",
-]
 
 _LAYER_NORM = {F.layer_norm, torch.layer_norm}
 _RMS_NORM = {F.rms_norm, torch.rms_norm}
@@ -103,9 +92,9 @@ def called_norm(node: fx.Node) -> Norm | MatchRecord | None:
         return None
     x = (given or {}).get("input")
     if given is None or tensor_of(x) is None:
-        return left_norm(kind, node, "its arguments are not those of torch's own function")
+        return record(kind, node, "its arguments are not those of torch's own function")
     if len(given["normalized_shape"]) != 1:
-        return left_norm(
+        return record(
             kind, node, f"it normalizes {len(given['normalized_shape'])} dimensions; te.{kind} takes the last"
         )
     if kind == "layer_norm":
@@ -145,18 +134,18 @@ def replace_norm(norm: Norm) -> MatchRecord:
     reason = why_no_te_norm(norm) or why_not_read_by_linear(last, rounds=True)
     reason = reason or next(filter(None, map(why_its_strides_stay, results)), "") or refuses((*norm.nodes, *casts))
     if reason:
-        return left_norm(norm.kind, with_one_row(norm.nodes), reason)
+        return record(norm.kind, with_one_row(norm.nodes), reason)
     graph, op = last.graph, getattr(torch.ops.te, norm.kind).default
     eps, *options = norm.options
     if (dtype := tensor_of(results[0]).dtype) != tensor_of(norm.x).dtype:
         options.append(dtype)
     with graph.inserting_before(last):
         new = emit_getitem(graph, emit(graph, op, (norm.x, *norm.weights, number(eps), *options), last), 0)
-    record = _record(norm.kind, results[0])
+    matched = record(norm.kind, results[0])
     for result in results:
         replace(result, new)
     erase_unused(graph, (*norm.nodes, *casts))
-    return record
+    return matched
 
 
 def _roundings(last: fx.Node) -> list[fx.Node]:
@@ -206,13 +195,3 @@ def is_cast(node: Any) -> bool:
         return False
     before, after = tensor_of(node.args[0]), tensor_of(node)
     return before is not None and after is not None and before.device == after.device and before.layout == after.layout
-
-
-def left_norm(kind: str, node: fx.Node, reason: str) -> MatchRecord:
-    return dataclasses.replace(_record(kind, node), matched=False, reason=reason)
-
-
-def _record(kind: str, node: fx.Node) -> MatchRecord:
-    value = tensor_of(node)
-    dtype = "" if value is None else dtype_name(value.dtype)
-    return MatchRecord(kind, module_path(node), source_line(node), dtype=dtype)

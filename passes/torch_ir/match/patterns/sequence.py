@@ -26,8 +26,6 @@ from te_dynamo.passes.torch_ir.match.where import module_path, source_line
 from te_dynamo.quantized.tensor_proto import to_tensor_proto
 from te_dynamo.report import MatchRecord
 
-__all__ = ["fused_operations", "match_sequence"]
-
 _SEQUENCE = frozenset({torch.ops.te.sequence, torch.ops.te.sequence.default})
 
 

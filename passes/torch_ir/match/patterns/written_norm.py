@@ -31,11 +31,10 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_dynamo.passes.torch_ir.match.patterns.formulas import ADD, DIV, MUL, POW, SQUARE
-from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, before_casts, is_cast, left_norm, replace_norm
+from te_dynamo.passes.torch_ir.match.patterns.norm import Norm, before_casts, is_cast, replace_norm
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, dtype_name, fixed, sole_user, tensor_of
+from te_dynamo.passes.torch_ir.match.where import record
 from te_dynamo.report import MatchRecord
-
-__all__ = ["match_written_norm", "written_norm"]
 
 _SUB = ({operator.sub, torch.sub}, {"sub", "__sub__"})
 _MEAN = ({torch.mean}, {"mean"})
@@ -91,15 +90,15 @@ def written_norm(node: fx.Node) -> Norm | MatchRecord | None:
     if root is None:
         return _by_deviation(node)
     if (centered := _centered(root)) is None and calls(root.nodes[0], *_VARIANCE):
-        return left_norm("layer_norm", root.product, "its mean or what it subtracts it from is read elsewhere too")
+        return record("layer_norm", root.product, "its mean or what it subtracts it from is read elsewhere too")
     root = centered or root
     f, (x, casts) = root.f, before_casts(root.f)
     if tensor_of(f).dtype != torch.float32:
         reason = f"it computes in {dtype_name(tensor_of(f).dtype)}, te.{root.kind} in fp32"
-        return left_norm(root.kind, root.product, reason)
+        return record(root.kind, root.product, reason)
     for inner in root.nodes:
         if len(inner.users) != 1:
-            return left_norm(root.kind, root.product, f"its intermediate value {inner} is used elsewhere too")
+            return record(root.kind, root.product, f"its intermediate value {inner} is used elsewhere too")
     scaling = _scaling(root, tensor_of(x).dtype)
     result = tensor_of(scaling.nodes[-1]).dtype
     if result == torch.float32:  # no rounding anywhere
@@ -113,7 +112,7 @@ def written_norm(node: fx.Node) -> Norm | MatchRecord | None:
         return Norm("rms_norm", x, (scaling.weight,), options, in_order)
     if scaling.cast_before_weight:
         reason = f"it rounds to {dtype_name(result)} before its weight or bias too, te.layer_norm only at the end"
-        return left_norm("layer_norm", in_order[-1], reason)
+        return record("layer_norm", in_order[-1], reason)
     return Norm("layer_norm", x, (scaling.weight, scaling.bias), (root.eps,), in_order)
 
 
@@ -178,7 +177,7 @@ def _by_deviation(node: fx.Node) -> MatchRecord | None:
     if not any(_differences(o, o) for o in (divided, *(_operands(divided) if calls(divided, *MUL) else ()))):
         return None
     reason = "it divides by the standard deviation plus eps, te.layer_norm by the root of the variance plus eps"
-    return left_norm("layer_norm", quotient, reason)
+    return record("layer_norm", quotient, reason)
 
 
 def _centered(root: _Root) -> _Root | None:

@@ -24,8 +24,6 @@ from torch import fx
 from te_dynamo.passes.torch_ir.match.patterns.linears.strides import readable
 from te_dynamo.passes.torch_ir.match.values import emit, emit_method, fixed, tensor_of
 
-__all__ = ["Contraction", "Factor", "emit_contraction"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Factor:

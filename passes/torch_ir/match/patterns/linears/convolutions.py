@@ -16,8 +16,6 @@ from torch import fx
 from te_dynamo.passes.torch_ir.match.patterns.linears.contractions import Contraction, Factor
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, fixed, tensor_of
 
-__all__ = ["contraction_of_convolution"]
-
 _aten = torch.ops.aten
 _CONVOLUTIONS = {
     torch.conv1d, torch.conv2d, torch.conv3d, _aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default,

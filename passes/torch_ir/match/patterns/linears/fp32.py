@@ -15,8 +15,6 @@ from torch import fx
 from te_dynamo.passes.torch_ir.match.cost import BY_RULE
 from te_dynamo.passes.torch_ir.match.values import name_of, tensor_of
 
-__all__ = ["kept_in_fp32"]
-
 _SAME_VALUES = {
     "to", "type", "type_as", "float", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "contiguous",
     "t", "transpose", "permute", "swapaxes", "swapdims", "mT", "T", "numpy_T", "getattr",

@@ -21,8 +21,6 @@ from torch import fx
 from te_dynamo.passes.torch_ir.match.patterns.linears.contractions import Contraction, Factor
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, emit, fixed, name_of, spells, tensor_of
 
-__all__ = ["MATMUL", "MATMUL_METHODS", "contraction_of", "einsum_steps", "emit_steps", "factors_of"]
-
 _aten = torch.ops.aten
 
 MATMUL = {

@@ -74,19 +74,6 @@ from te_dynamo.rates import rates_of
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import RECORD, MatchRecord
 
-__all__ = [
-    "RecipeFor",
-    "becomes_fp8",
-    "cast",
-    "chosen_recipe",
-    "dtype_reason",
-    "estimated_times",
-    "hint",
-    "linear_record",
-    "match_linear",
-    "named_by_rule",
-]
-
 RecipeFor = Callable[[str, str], tuple[Recipe | None, str]]
 """(recipe, which rule chose it or why it is None) by `linear_path`."""
 

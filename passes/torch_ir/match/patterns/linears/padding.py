@@ -20,8 +20,6 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.strides import readable
 from te_dynamo.passes.torch_ir.match.values import emit, emit_method, tensor_of
 from te_dynamo.recipe import Recipe
 
-__all__ = ["alignment_reason", "columns_of", "padded", "padded_rows", "padding"]
-
 MOST_WASTE = 1 / 16
 """Of the product. A router of 8 columns would be half zeros; it is better off in the user's precision."""
 

@@ -31,19 +31,6 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.convolutions import contra
 from te_dynamo.passes.torch_ir.match.patterns.linears.letters import MATMUL, MATMUL_METHODS, contraction_of, factors_of
 from te_dynamo.passes.torch_ir.match.values import arguments, calls, fixed, spells, tensor_of
 
-__all__ = [
-    "LINEAR",
-    "Product",
-    "Sizes",
-    "contraction_by_weight",
-    "is_parameter",
-    "product_of",
-    "takes_groups",
-    "transpositions",
-    "why_no_linear",
-    "without_casts",
-]
-
 Sizes = tuple[Any, ...]
 """(M, N, K), each an int or a SymInt; () where the graph does not say."""
 

@@ -27,8 +27,6 @@ from torch import fx
 from te_dynamo._compat import REDISTRIBUTE, SAME_SHARDS
 from te_dynamo.passes.torch_ir.match.values import emit, name_of, tensor_of
 
-__all__ = ["Layout", "is_shared", "keeps_shards", "layout_of", "local", "local_bias", "of_shards", "to_shards"]
-
 
 def is_shared(node: Any) -> bool:
     """Whether a node gives a DTensor."""

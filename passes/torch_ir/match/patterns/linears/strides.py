@@ -15,8 +15,6 @@ from te_dynamo.passes.torch_ir.match.mutation import is_written
 from te_dynamo.passes.torch_ir.match.values import emit_method, name_of, tensor_of
 from te_dynamo.passes.torch_ir.match.writes import changes_form, is_known, written_by
 
-__all__ = ["readable"]
-
 _MAY_COPY = {"reshape", "reshape_as", "flatten", "ravel", "contiguous"}
 """Views of some strides, copies of others."""
 
