@@ -20,7 +20,7 @@ boundary to autograd puts the input there.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Optional
+from typing import TYPE_CHECKING, Any, ClassVar, Optional
 
 import torch
 
@@ -36,6 +36,9 @@ from te_dynamo.quantized.quantize import quantize_tensor
 from te_dynamo.quantized.quantizers import Quantizer, check_linear
 from te_dynamo.quantized.tensor_proto import TensorProto, to_tensor_proto
 from te_dynamo.recipe import Recipe
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @register_value_class
@@ -80,7 +83,7 @@ class LinearConfig(metaclass=OpaqueMeta):
         weight_transposed: bool = False,
         device: Optional[torch.device] = None,
         input_amax: float = 0.0,
-    ) -> Any:
+    ) -> "Self":
         """The configuration of this class that `recipe` gives a linear.
 
         device: of its operands, whose tensor cores say how scales lie; None: plain, which every GEMM takes.

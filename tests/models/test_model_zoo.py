@@ -165,7 +165,7 @@ def test_breaks_of_a_detector_are_those_of_the_run() -> None:
         **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 64),
         **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
         num_queries=8,
-        decoder_layers=2,
+        decoder_layers=1,
         num_denoising=0,
     )
     model, pixels = transformers.RTDetrV2Model(config).bfloat16().eval(), torch.randn(1, 3, 64, 64).bfloat16()

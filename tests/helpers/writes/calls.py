@@ -27,7 +27,9 @@ def _samples(op: OpInfo) -> Iterator[SampleInput]:
     supported = op.supported_dtypes("cpu")
     dtype = next((d for d in (torch.float32, torch.int64, torch.bool) if d in supported), None)
     seen = set()
-    for number, sample in enumerate(itertools.islice(op.sample_inputs_func(op, "cpu", dtype, False), LOOKED_AT) if dtype else ()):
+    for number, sample in enumerate(
+        itertools.islice(op.sample_inputs_func(op, "cpu", dtype, False), LOOKED_AT) if dtype else ()
+    ):
         flags = [a for a in sample.args if isinstance(a, bool)]
         named = sorted((k, v if isinstance(v, bool) else v is None) for k, v in sample.kwargs.items())
         if number < SAMPLES or str((flags, named)) not in seen:
