@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from ast import literal_eval
 from collections.abc import Iterator
 from types import CodeType
 
@@ -17,7 +18,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\](\.__closure__\[\d+\]\.cell_contents)?")
 _GETATTR = re.compile(r"getattr\((.*), (['\"])(.*?)\2\)")
-_INDEX = re.compile(r"\[['\"]?([^\]'\"]*)['\"]?\]")
+_INDEX = re.compile(r"\[((['\"])(?:\\.|(?!\2).)*\2|[^\]'\"]*)\]")
 _WRAPPERS = {
     "_modules", "_parameters", "_buffers", "__dict__",  # where nn.Module keeps them
     "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module",  # wrappers around the user's module
@@ -45,7 +46,7 @@ def clean_path(name: str) -> str:
     ("layers.0")."""
     while name != (found := _GETATTR.sub(r"\1.\3", name)):  # a name that is no identifier: getattr(L['model'], '0')
         name = found
-    name = _INDEX.sub(r".\1", _ROOT.sub("", name))
+    name = _INDEX.sub(lambda key: f".{literal_eval(key[1]) if key[2] else key[1]}", _ROOT.sub("", name))
     parts = [part.partition("@")[0] for part in name.split(".")]  # "fc@1" is fc's second call
     return ".".join(part for part in parts if part and part not in _WRAPPERS)
 

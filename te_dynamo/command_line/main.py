@@ -11,6 +11,7 @@ import ast
 import contextlib
 import difflib
 import gc
+import io
 import logging
 import os
 import re
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a module's name may have letters that the terminal has not
     gc.set_threshold(
         50_000, 20, 20
     )  # what is imported and traced lives on: looking through it took a tenth of the time
@@ -47,11 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Failure as failure:
+    except KeyboardInterrupt:
+        return 130  # what a shell says of Ctrl-C
+    except (Failure, OSError) as failure:  # OSError: of printing or the page, as of a full disk
         if debug:
             traceback.print_exc()
-        print(f"te-dynamo: {failure}", file=sys.stderr)
-        return failure.status
+        print(f"te-dynamo: {failure if isinstance(failure, Failure) else one_line(failure)}", file=sys.stderr)
+        return getattr(failure, "status", 1)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -125,7 +125,7 @@ class GatheredWeight:
         found = iter(largest_magnitudes(full, torch.inf) if full else ())
         largest = [next(found) if shard.numel() else shard.plain.new_zeros(()) for shard in shards]
         amaxes = torch.stack(largest).to(device, torch.float32)
-        amaxes = amaxes.nan_to_num(nan=torch.inf)  # a NaN may get lost in MAX; both make the scale 1
+        amaxes = amaxes.nan_to_num(nan=torch.inf, posinf=torch.inf)  # NaN may get lost in MAX; both make the scale 1
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=mesh.get_group())
         # Rounding keeps the order of values, so that these are the amaxes of what was rounded.
         amaxes_in = functools.cache(lambda dtype: amaxes.to(dtype).float().split(1))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -340,3 +342,26 @@ def test_a_reader_that_has_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr("te_dynamo.command_line.doctor.run", lambda parsed: print("x" * 100_000, flush=True))
         assert main(["doctor"]) == 1
     closed.close()
+
+
+@pytest.mark.parametrize(
+    ("stop", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (OSError(28, "No space left on device"), 1, "te-dynamo: OSError: [Errno 28] No space left on device\n"),
+    ],
+)
+def test_what_ends_a_command_from_outside(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stop: BaseException, status: int, said: str
+) -> None:
+    monkeypatch.setattr("te_dynamo.command_line.doctor.run", mock.Mock(side_effect=stop))
+    assert main(["doctor"]) == status
+    assert capsys.readouterr().err == said
+
+
+def test_letters_that_the_terminal_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii", write_through=True))
+    monkeypatch.setattr("te_dynamo.command_line.doctor.run", lambda parsed: print("größe"))
+    main(["doctor"])
+    assert printed.getvalue() == b"gr\\xf6\\xdfe\n"

@@ -23,8 +23,9 @@ SQUARES = MXFP8BlockScaling(weight_block_dims=2)
 SQUARES_128 = MXFP8BlockScaling(scale_block=128, weight_block_dims=2)
 
 
-def test_bits(ranks: Ranks) -> None:
-    for one in ranks.run(fp8_bodies.bits, CURRENT, torch.float32, torch.bfloat16):
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_bits(ranks: Ranks, param_dtype: torch.dtype | None) -> None:
+    for one in ranks.run(fp8_bodies.bits, CURRENT, torch.float32, param_dtype):
         assert {name for name, kind in one.items() if kind} == {"parts.5.weight"}
 
 

@@ -146,6 +146,7 @@ def bits(
         wide.parts[1].weight.zero_()
         wide.parts[2].weight[-1, 0] = 3e4  # the amax is in the last shard, and not a value of bf16
         wide.parts[3].weight[3, 5] = torch.nan
+        wide.parts[4].weight[-1, 1] = torch.inf
     whole = {name: p.detach().clone().to(device()) for name, p in wide.named_parameters()}
     fp8_all_gather(wide.to(device()), options={"recipe": recipe})
     fully_shard(

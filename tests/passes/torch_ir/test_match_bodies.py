@@ -267,6 +267,7 @@ def test_written_by():
         ("L['self'].layers.0.mlp", "layers.0.mlp"),
         ("L['self']._modules['layers']._modules['0']", "layers.0"),
         ("L['self']._orig_mod.layers[3].fc@1", "layers.3.fc"),
+        ("""L['self']._modules['a]b']._modules["c'd"]._modules['e"f\\'g']""", "a]b.c'd.e\"f'g"),
         ("L['fn'].__closure__[0].cell_contents.block", "block"),
         ("G['model'].lm_head", "lm_head"),
         ("L['self']", ""),
