@@ -38,13 +38,12 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.linear import (
     becomes_fp8,
     chosen_recipe,
     estimated_times,
-    hint,
     named_by_rule,
     readers_of,
 )
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import Product, is_parameter, product_of
 from te_dynamo.passes.torch_ir.match.patterns.linears.shards import is_shared
-from te_dynamo.passes.torch_ir.match.values import name_of, tensor_of
+from te_dynamo.passes.torch_ir.match.values import hint, name_of, tensor_of
 from te_dynamo.passes.torch_ir.match.where import linear_path
 from te_dynamo.passes.torch_ir.regions import Region, regions
 from te_dynamo.quantized.tensor import QuantizedTensor

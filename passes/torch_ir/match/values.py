@@ -85,6 +85,14 @@ def fixed(size: int | torch.SymInt) -> int | None:
     return size if isinstance(size, int) else size.node.maybe_as_int()
 
 
+def hint(size: Any) -> int:
+    """The size, the one seen while tracing where dynamic, 0 where data decides it or it is a nested tensor's lengths."""
+    if isinstance(size, int):
+        return size
+    seen = size.node.hint if size.node.has_hint() else 0
+    return seen if isinstance(seen, int) else 0
+
+
 def times_mapped(value: torch.Tensor) -> int:
     """How often torch.vmap computes what `value` is of one element; 1 outside of it."""
     whole = value

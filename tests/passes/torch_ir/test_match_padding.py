@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -171,6 +172,22 @@ def test_views_of_a_product_are_those_of_its_own_strides(product: str, view: str
             return
         compiled = Matched(forward)
         torch.testing.assert_close(compiled(x, w), expected, rtol=1e-3, atol=1e-3)
+    assert set(compiled.reasons()) == {""}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("part", [lambda h: h, lambda h: h[1:]], ids=["whole", "part"])
+def test_behind_the_graph_dimensions_lie_in_the_order_that_eager_has(
+    product: str, part: Callable[[Tensor], Tensor]
+) -> None:
+    """A caller, and the code behind a graph break, view the result."""
+
+    def order(h: Tensor) -> list[int]:
+        return sorted((d for d in range(h.dim()) if h.shape[d] > 1), key=h.stride)
+
+    x, w = torch.randn(2, 8, 64), nn.Parameter(torch.randn(250, 64))
+    compiled = Matched(lambda x, w: part(PRODUCTS[product](x, w)))
+    assert order(compiled(x, w)) == order(part(PRODUCTS[product](x, w)))
     assert set(compiled.reasons()) == {""}
 
 

@@ -34,7 +34,6 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.linear import (
     RecipeFor,
     cast,
     dtype_reason,
-    hint,
     linear_record,
     named_by_rule,
 )
@@ -63,6 +62,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     emit_method,
     erase_unused,
     fixed,
+    hint,
     left_as_plain,
     put_back,
     quantized_of,

@@ -20,8 +20,7 @@ from te_dynamo.operations.program import split_tensors
 from te_dynamo.operations.run import Call, fake
 from te_dynamo.operations.sequence import OperationSequence
 from te_dynamo.passes.torch_ir.match.patterns.grouped import recipe_reason
-from te_dynamo.passes.torch_ir.match.patterns.linears.linear import hint
-from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, replace, tensor_of
+from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, hint, replace, tensor_of
 from te_dynamo.passes.torch_ir.match.where import module_path, source_line
 from te_dynamo.quantized.tensor_proto import to_tensor_proto
 from te_dynamo.report import MatchRecord

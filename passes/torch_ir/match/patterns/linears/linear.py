@@ -61,6 +61,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     emit_method,
     erase_unused,
     fixed,
+    hint,
     left_as_plain,
     put_back,
     quantized_of,
@@ -410,11 +411,3 @@ def named_by_rule(recipe_for: RecipeFor, path: str, parameter: str) -> bool:
     """Whether the recipe of a linear is a rule's choice, not that of the whole model."""
     recipe, why = recipe_for(path, parameter)
     return recipe is not None and why != ""
-
-
-def hint(size: Any) -> int:
-    """The size, the one seen while tracing where dynamic, 0 where data decides it or it is a nested tensor's lengths."""
-    if isinstance(size, int):
-        return size
-    seen = size.node.hint if size.node.has_hint() else 0
-    return seen if isinstance(seen, int) else 0

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from te_dynamo.passes.torch_ir.match.autocast import is_body
 from te_dynamo.passes.torch_ir.match.memory import memory_of, share, storages_of
 from te_dynamo.passes.torch_ir.match.mutation import is_written
-from te_dynamo.passes.torch_ir.match.values import emit_method, name_of, tensor_of
+from te_dynamo.passes.torch_ir.match.values import emit_method, fixed, hint, name_of, tensor_of
 from te_dynamo.passes.torch_ir.match.writes import changes_form, is_known, written_by
 
 _MAY_COPY = {"reshape", "reshape_as", "flatten", "ravel", "contiguous"}
@@ -23,20 +23,20 @@ def readable(node: fx.Node, new: fx.Node) -> fx.Node:
     """`new`, to stand in the place of `node`, or a copy of it with the strides of `node`."""
     if _can_be_read(node, tensor_of(new)):
         return new
-    stride = tensor_of(node).stride()
-    order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
-    if order == list(range(len(stride))):
+    order = _order(tensor_of(node), 0)
+    if order == sorted(order):
         return emit_method(node.graph, "contiguous", (new,), node)
     copy = emit_method(node.graph, "contiguous", (emit_method(node.graph, "permute", (new, *order), node),), node)
-    return emit_method(node.graph, "permute", (copy, *map(order.index, range(len(stride)))), node)
+    return emit_method(node.graph, "permute", (copy, *map(order.index, range(len(order)))), node)
 
 
 def _can_be_read(node: fx.Node, value: Any) -> bool:
     """Whether those that read `node` do the same with `value`, which has other strides: its views can be made, and share its memory where
-    they did, or nobody writes there. Nobody knows that of a body and of a user's own operation."""
+    they did, or nobody writes there. Nobody knows that of a body and of a user's own operation. Behind the graph rows may be longer, but
+    dimensions lie in their order."""
     for user in node.users:
         if user.op == "output":
-            if is_body(user.graph):
+            if is_body(user.graph) or _order(tensor_of(node)) != _order(value):
                 return False
             continue
         if not _reads_any_strides(user) or (node in (written := written_by(user)) and changes_form(user)):
@@ -56,6 +56,12 @@ def _can_be_read(node: fx.Node, value: Any) -> bool:
         if not _can_be_read(user, result):
             return False
     return True
+
+
+def _order(tensor: Any, least: int = 2) -> list[int]:
+    """The dimensions of at least so many elements, the outermost in memory first."""
+    dims = [d for d, size in enumerate(tensor.shape) if fixed(size) is None or size >= least]
+    return sorted(dims, key=lambda d: hint(tensor.stride(d)), reverse=True)
 
 
 def _reads_any_strides(user: fx.Node) -> bool:
