@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -74,14 +75,21 @@ def is_plain_sum(node: Any, promotes: bool = False) -> bool:
     dtypes = [value.dtype for value in operands if isinstance(value, torch.Tensor)]
     if total.dtype not in dtypes:
         return False
-    return total.is_contiguous() and all(
+    return is_contiguous(total) and all(
         isinstance(value, torch.Tensor)
         and (value.dtype == total.dtype or (promotes and value.dtype in (torch.bfloat16, torch.float16)))
         and value.dim() == total.dim()
         and statically_known_true(sym_eq(tuple(value.shape), tuple(total.shape)))
-        and value.is_contiguous()
+        and is_contiguous(value)
         for value in operands
     )
+
+
+def is_contiguous(value: torch.Tensor) -> bool:
+    """Whether a fake tensor is known to be: where data decides its sizes, torch's own method raises."""
+    steps = itertools.accumulate(value.shape[:0:-1], operator.mul, initial=1)
+    inner_first = zip(value.shape[::-1], value.stride()[::-1], steps, strict=False)
+    return all(statically_known_true(size == 1) or statically_known_true(s == step) for size, s, step in inner_first)
 
 
 def reshaped_like(graph: Graph, node: Node, view: Node) -> Node:

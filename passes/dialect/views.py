@@ -25,7 +25,7 @@ from te_dynamo.dialect.define import is_te
 from te_dynamo.dialect.gemm import bias_grad
 from te_dynamo.dialect.memory import RESHAPES, is_view
 from te_dynamo.dialect.quantize import quantize
-from te_dynamo.passes.dialect.graph import call_like, calls
+from te_dynamo.passes.dialect.graph import call_like, calls, is_contiguous
 
 _aten = torch.ops.aten
 _CLONE = _aten.clone.default
@@ -101,4 +101,4 @@ def _before_views(node: Node) -> Node | None:
 
 def _has_columns_of(before: torch.Tensor, after: torch.Tensor) -> bool:
     same = before.dim() >= 1 and after.dim() >= 1 and isinstance(before.shape[-1], int)
-    return same and before.shape[-1] == after.shape[-1] and before.is_contiguous()
+    return same and before.shape[-1] == after.shape[-1] and is_contiguous(before)

@@ -244,6 +244,24 @@ def test_norms_match_under_dynamic_shapes(norm: Callable[[], nn.Module], codegen
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("output", ["th", "ht"])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_tokens_that_data_counts_train_as_those_of_a_known_number(output: str) -> None:
+    weight, x = nn.Parameter(torch.randn(64, 64)), torch.randn(32, 64)
+    mask = x[:, 0] > 0
+
+    def product(x: Tensor) -> Tensor:
+        return torch.einsum(f"td,hd->{output}", x, weight)
+
+    def gradient(run: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        return torch.autograd.grad(run(*args).square().sum(), weight)[0]
+
+    compiled = [
+        torch.compile(f, backend="te", options=EAGER, fullgraph=True) for f in (product, lambda x, m: product(x[m]))
+    ]
+    assert torch.equal(gradient(compiled[1], x, mask), gradient(compiled[0], x[mask]))
+
+
 def test_another_eps_under_dynamic_shapes_is_another_compilation() -> None:
     model, x = Residual(SwiGLU()), tokens(dtype=torch.float32)
     compiled = te(model, dynamic=True)
