@@ -8,6 +8,7 @@ import pathlib
 import re
 import shutil
 
+import filelock
 import pytest
 import torch
 from helpers.comparisons import comparison
@@ -31,6 +32,16 @@ class Logits(nn.Module):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
+    """Of a run's processes one makes it: explaining 32 layers takes half a minute."""
+    folder = tmp_path_factory.getbasetemp()
+    path = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "report.html"
+    with filelock.FileLock(f"{path}.lock"):
+        if not path.is_file():
+            make_page(path)
+    return path
+
+
+def make_page(path):
     transformers = pytest.importorskip("transformers")
     torch._dynamo.reset()
     config = transformers.LlamaConfig(
@@ -39,11 +50,9 @@ def page(tmp_path_factory):
     with torch.device("meta"):
         model = Logits(transformers.LlamaForCausalLM(config).bfloat16())
         tokens = torch.zeros(2, 4096, dtype=torch.long)
-    path = tmp_path_factory.mktemp("page") / "report.html"
     found = te_dynamo.explain(model, tokens, device="h200", options={"rules": [("lm_head", None)]})
     modules = [f"llama.model.layers.{i}.mlp.down_proj" for i in range(32)]
     found.to_html(path, comparison=comparison(modules, worst=modules[:1]))
-    return path
 
 
 @pytest.fixture(scope="module")
