@@ -49,7 +49,8 @@ class GatheredWeight:
 
     def __deepcopy__(self, memo: Any) -> GatheredWeight:
         raise UnsupportedError(
-            f"te_dynamo: {self.name} is gathered in FP8: copy the model before fp8_all_gather, and call fully_shard before it is compiled"
+            f"te_dynamo: {self.name} is gathered in FP8: copy the model before fp8_all_gather, call fully_shard before it is compiled, "
+            "and leave what that ignores out of fp8_all_gather by a rule"
         )
 
     def travels(self, size: torch.Size, asked: Asked) -> bool:

@@ -20,7 +20,7 @@ from helpers.slow import slow_but
 from torch import Tensor, nn
 
 import te_dynamo
-from te_dynamo.recipe import Float8CurrentScaling
+from te_dynamo.recipe import Float8CurrentScaling, NVFP4BlockScaling
 
 # ---- precision
 
@@ -260,6 +260,39 @@ def test_tokens_that_data_counts_train_as_those_of_a_known_number(output: str) -
         torch.compile(f, backend="te", options=EAGER, fullgraph=True) for f in (product, lambda x, m: product(x[m]))
     ]
     assert torch.equal(gradient(compiled[1], x, mask), gradient(compiled[0], x[mask]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "float8_current_scaling",
+        "float8_rowwise",
+        "float8_block_scaling",
+        "mxfp8",
+        NVFP4BlockScaling(stochastic_rounding=False),
+    ],
+)
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_as_many_tokens_as_a_tensor_says_train_as_a_known_number(recipe: Any) -> None:
+    """In backward they have a size of their own, of which torch knows that it is that of forward."""
+    mlp, x = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), torch.randn(32, 64, requires_grad=True)
+
+    def first(x: Tensor, count: Tensor) -> Tensor:
+        rows = count.item()
+        torch._check(rows >= 0)
+        torch._check(rows <= x.shape[0])
+        return mlp(x[:rows])
+
+    def gradients(run: Callable[..., Tensor], *args: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(run(*args).square().sum(), (x, *mlp.parameters()))
+
+    compiled = [
+        torch.compile(f, backend="te", options={**EAGER, "recipe": recipe}, fullgraph=True)
+        for f in (first, lambda x: mlp(x[:9]))
+    ]
+    for counted, known in zip(gradients(compiled[0], x, torch.tensor(9)), gradients(compiled[1], x), strict=True):
+        assert torch.equal(counted, known)
 
 
 def test_another_eps_under_dynamic_shapes_is_another_compilation() -> None:
