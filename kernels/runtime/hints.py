@@ -24,7 +24,8 @@ def copy_of_hints(like: torch.Tensor, graph: str, count: int) -> torch.Tensor:
         if is_captured(like.device):
             return _zero_hints(like.device, count)[0]  # in the memory of the CUDA graph: each replay begins with zeros
         with concurrent.futures.ThreadPoolExecutor(1) as other_thread:  # as in scratch.py
-            _kept[place] = other_thread.submit(_lasting, like.device, count).result()
+            made = other_thread.submit(_lasting, like.device, count).result()
+        _kept.setdefault(place, made)  # another thread's may be there by now, and its addresses in use
     return _kept[place].clone()
 
 

@@ -121,6 +121,7 @@ class _Watch:
 
     def __init__(self, group: Any) -> None:
         self._ways: dict[tuple[str, bool], dict[str, str]] = {}
+        self._is_compared = False
         self.before_step = register_optimizer_step_pre_hook(lambda *_: self._check(group))
 
     def add(self, options: Options, report: Report) -> None:
@@ -134,8 +135,9 @@ class _Watch:
 
     @torch.compiler.disable
     def _check(self, group: Any) -> None:
-        self.before_step.remove()
-        if torch.distributed.is_initialized():
+        # The hook stays: torch goes through its hooks while they run, and does not bear one less.
+        if torch.distributed.is_initialized() and not self._is_compared:
+            self._is_compared = True
             self._ways = {key: ways for key, ways in self._ways.items() if key[1]}
             self.assert_same(group, {})
 

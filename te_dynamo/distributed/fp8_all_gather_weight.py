@@ -1,7 +1,7 @@
 """What is known of the weights that `fp8_all_gather` was asked for: how each travels, why, and the amaxes of those that travel in FP8.
 
 All amaxes of a model come from one all-reduce (MAX) at the first gather after a write to a weight: once an optimizer step. Each
-gather compares the shard's version counter and address with those whose amax is known, so that no scale is older than its values.
+gather compares the shard's version counter and storage with those whose amax is known, so that no scale is older than its values.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_dynamo.dialect.quantize import INPUT_DTYPES, quantize_several
 from te_dynamo.distributed.fp8_all_gather_shard import Asked, ShardedWeight, local_of
@@ -43,7 +44,7 @@ class GatheredWeight:
         self._asked: Any = None  # in the last gather, an Asked
         self._amaxes_in: Callable[[torch.dtype], tuple[torch.Tensor, ...]] | None = None  # fp32 [1] each, by dtype
         self._place = 0  # of its own one, that of the values in the state `_known`
-        self._known: tuple[int, ...] | None = None
+        self._known: tuple[Any, ...] | None = None
         self.replayed = False  # whether a CUDA graph gathers it or writes to it: then writes raise no counter
         WEIGHTS[module] = self
 
@@ -105,12 +106,14 @@ class GatheredWeight:
         known = not self._amaxes_in or (other._amaxes_in is self._amaxes_in and other._known == other.state(capture))
         return alike and known and not values.is_made(other._asked, capture)
 
-    def state(self, capture: int) -> tuple[int, ...]:
+    def state(self, capture: int) -> tuple[Any, ...]:
         """What a write to the values changes, by the parameter, its shard, a view of that or the plain tensor. Inductor's code raises the
         parameter's counter alone. And the CUDA graph that this is captured into."""
         parameter = self._parameter()
         shard = local_of(parameter)
-        return parameter._version, shard.base._version, shard.plain._version, shard.plain.data_ptr(), capture
+        # Not the address: a shard that was on the CPU in between often gets the old one, and each rank its own.
+        storage = StorageWeakRef(shard.plain.untyped_storage())
+        return parameter._version, shard.base._version, shard.plain._version, storage, capture
 
     def may_be_written_unseen(self, capture: int) -> bool:
         """Whether what is made of the values now may be stale at the next gather: replays write, and raise no counter."""

@@ -13,6 +13,7 @@ forward read. Of a dropped weight the buffers are all there is: one in a stack k
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
@@ -79,7 +80,7 @@ class _State(NamedTuple):
 class Entry:
     """The kept buffers of one weight or stack."""
 
-    __slots__ = ("__weakref__", "buffers", "quantizer", "readers", "rows", "states", "weights")
+    __slots__ = ("__weakref__", "buffers", "made", "quantizer", "readers", "rows", "states", "weights")
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         this = weakref.ref(self)
@@ -89,6 +90,7 @@ class Entry:
         self.rows: list[int] = []  # of each, where they are stacked
         self.quantizer: Quantizer | None = None
         self.buffers: dict[str, torch.Tensor] = {}
+        self.made: tuple[int, Any] | None = None  # on which stream, and the event behind it
         self.readers: weakref.WeakSet[_Bundle] = weakref.WeakSet()
 
     def is_of(self, weights: Sequence[torch.Tensor]) -> bool:
@@ -99,7 +101,20 @@ class Entry:
         index = next((i for i, ref in enumerate(self.weights) if ref() is weight), None)
         if index is None or self.quantizer is None or self.states[index] != _State.of(weight):
             return None
+        self.on_this_stream()
         return _part(self.buffers, self.quantizer, self.rows, index)
+
+    def on_this_stream(self) -> None:
+        """The work that made the buffers on another stream is ordered before what this one is given from now on."""
+        if self.made is None:
+            return
+        stream = torch.cuda.current_stream(next(iter(self.buffers.values())).device)
+        made_on, ready = self.made
+        if stream.cuda_stream == made_on or torch.cuda.is_current_stream_capturing():
+            return
+        stream.wait_event(ready)
+        for buffer in self.buffers.values():
+            buffer.record_stream(stream)
 
     def forget(self, weight: torch.Tensor, keep: bool) -> None:
         """What is held of the weight is out of date; without `keep`, nothing leads to the weight any more."""
@@ -303,8 +318,14 @@ class WeightSupply:
     def _release_sources(self, args: Sequence[Any]) -> None:
         for workspace in self.workspaces:
             for position in workspace.positions:
-                if is_dropped(args[position]):
-                    FROZEN[args[position]].source = None
+                weight = args[position]
+                if is_dropped(weight):
+                    source = FROZEN[weight].source
+                    if (
+                        source is not None and source.is_cuda
+                    ):  # it may be of another stream, which has its memory back at once
+                        source.record_stream(torch.cuda.current_stream(source.device))
+                    FROZEN[weight].source = None
 
     def _on_this_stream(
         self, args: Sequence[Any], bundle: _Bundle, tensors: tuple[torch.Tensor, ...]
@@ -404,6 +425,7 @@ def _up_to_date(workspaces: Sequence[Workspace], args: Sequence[Any]) -> list[En
         weights, wanted = workspace.weights(args), workspace.quantizer
         entry = entry_of(weights, workspace) or Entry(weights)
         entries.append(entry)
+        entry.on_this_stream()
         if (held := entry.quantizer) is not None:
             wanted = wanted.with_usage(wanted.rowwise or held.rowwise, wanted.columnwise or held.columnwise)
         states = [_State.of(weight) for weight in weights]
@@ -412,7 +434,18 @@ def _up_to_date(workspaces: Sequence[Workspace], args: Sequence[Any]) -> list[En
     buffers = make_buffers([workspace for *_, workspace in stale], args)
     for (entry, states, workspace), made in zip(stale, buffers, strict=True):
         _renew_entry(entry, states, made, workspace, workspace.weights(args))
+    now = functools.cache(_work_so_far)
+    for entry, *_ in stale:
+        entry.made = now(next(iter(entry.buffers.values())).device)
     return entries
+
+
+def _work_so_far(device: torch.device) -> tuple[int, Any] | None:
+    """(the current stream, an event behind what it was given)"""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.current_stream(device)
+    return stream.cuda_stream, stream.record_event()
 
 
 def _renew_entry(

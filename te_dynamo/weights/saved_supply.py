@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pickle
 
+from te_dynamo.cache_key import sources_digest
+from te_dynamo.errors import KeptWeightError
 from te_dynamo.torch_private.table import AOT_COMPILE
 from te_dynamo.weights.cache import WeightSupply
 
@@ -19,13 +21,18 @@ class SavedSupply(WeightSupply):
         from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundled
 
         graph = Bundled.serialize_compile_artifacts(Bundled(supply.compiled))
-        return pickle.dumps((graph, supply.kept, supply.workspaces, supply.by_step, supply.check))
+        return pickle.dumps((sources_digest(), graph, supply.kept, supply.workspaces, supply.by_step, supply.check))
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> SavedSupply:
         from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundled
 
-        graph, *rest = pickle.loads(data)
+        made_by, graph, *rest = pickle.loads(data)
+        if made_by != sources_digest():
+            raise KeptWeightError(
+                "te_dynamo: another version of te_dynamo or Triton saved this graph, and may quantize weights otherwise than it reads them; "
+                "expected the same: call aot_compile again"
+            )
         return cls(Bundled.deserialize_compile_artifacts(graph), *rest)
 
 

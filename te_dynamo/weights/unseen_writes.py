@@ -110,4 +110,5 @@ def _telling(name: str, written: Written) -> Callable[..., Any]:
 def _tell_of_step(optimizer: torch.optim.Optimizer, written: Written) -> None:
     if torch.compiler.is_compiling():
         return  # a compiled step's writes raise counters when it runs, and its operators tell of theirs
-    written(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    # Not by .grad: optimizers clear it, or read the gradient elsewhere.
+    written(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)

@@ -139,6 +139,10 @@ def test_ranks_that_have_the_whole_weight_send_no_scales(ranks: Ranks) -> None:
     assert ranks.run(fp8_bodies.replicated, BLOCKS) == [reason] * SIZE
 
 
+def test_a_shard_that_was_elsewhere_is_new(ranks: Ranks) -> None:
+    assert ranks.run(fp8_bodies.moved) == [[pytest.approx(1)] * 4] * SIZE
+
+
 def test_no_scale_is_stale(ranks: Ranks) -> None:
     for one in ranks.run(fp8_bodies.stale):
         by_scale, of_values = zip(*one, strict=True)

@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.aot_compile import AOTCompiledFunction
 
 import te_dynamo
-from te_dynamo.errors import UnsupportedError
+from te_dynamo.errors import KeptWeightError, UnsupportedError
 
 
 def frozen(state: Any = None) -> nn.Module:
@@ -38,6 +38,17 @@ def test_a_frozen_model_is_saved_and_runs_with_another_models_weights(grad: bool
         for state, same in ((model.state_dict(), True), (None, False)):
             loaded = AOTCompiledFunction.deserialize(path.read_bytes(), None, {"model": frozen(state)})
             assert [torch.equal(loaded(x), expected) for _ in range(2)] == [same, same]
+
+
+@pytest.mark.slow
+def test_what_another_version_saved_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path = frozen(), tmp_path / "compiled"
+    with torch.no_grad():
+        compiled = aot_compiled(model, torch.randn(32, 128, dtype=torch.bfloat16))
+    compiled.save_compiled_function(str(path), external_data={"model": model})
+    monkeypatch.setattr("te_dynamo.weights.saved_supply.sources_digest", lambda: "another")
+    with pytest.raises(KeptWeightError, match="another version of te_dynamo"):
+        AOTCompiledFunction.deserialize(path.read_bytes(), None, {"model": model})
 
 
 def test_a_graph_that_runs_as_it_is_cannot_be_saved() -> None:

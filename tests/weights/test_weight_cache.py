@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -247,6 +248,22 @@ def test_a_second_backward_under_retain_graph() -> None:
     loss = te(model, **STEP)(x).sum()
     first, second = (torch.autograd.grad(loss, model.weight, retain_graph=True) for _ in range(2))
     assert_same(*first, *second)
+
+
+def test_what_another_stream_made_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every graph that reads it, not by the one alone that made it."""
+    model, x = te_dynamo.freeze(linear()), tokens(32, torch.float32)
+    recorded: list[Any] = []
+    stream = SimpleNamespace(cuda_stream=2, wait_event=recorded.append)
+    with torch.no_grad():
+        te(model)(x)
+        (entry,) = weight_cache._entries[model.weight].values()
+        entry.made = 1, "the event"
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(Tensor, "record_stream", lambda _, user: recorded.append(user))
+        te(nn.Sequential(model, nn.ReLU()))(x)
+    assert recorded == ["the event", *[stream] * len(entry.buffers)]
 
 
 def test_parameters_without_a_version_counter_are_not_kept(quantized) -> None:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_dynamo
 from te_dynamo.distributed import fp8_all_gather, fp8_all_gather_shard, fp8_all_gather_weight
-from te_dynamo.distributed.fp8_all_gather_shard import ShardedWeight
+from te_dynamo.distributed.fp8_all_gather_shard import ShardedWeight, local_of
 from te_dynamo.distributed.fp8_all_gather_weight import WEIGHTS
 from te_dynamo.errors import TeError
 from te_dynamo.passes.dialect.live_memory import peak_bytes
@@ -54,6 +54,20 @@ def _parallel(dtype: torch.dtype, tensor: int) -> tuple[nn.Module, Any]:
     for layer in shared.layers:
         layer.parts[0].heads //= tensor
     return shared, ranks["data"]
+
+
+def moved(rank: int) -> list[float]:
+    """Of each gather the scale over what it should be; the shard is written in fp64, and often lies where it lay before."""
+    shared, found = nn.Sequential(nn.Linear(1024, 1024, bias=False)), []
+    fully_shard(fp8_all_gather(shared), mesh=mesh(dist.get_world_size()))
+    for factor in (1, 10, 10, 10):
+        with torch.no_grad():
+            shared.double()[0].weight.mul_(factor)
+        shared.float().unshard()
+        scale = local_of(shared[0].weight)._scale_inv
+        shared.reshard()
+        found.append((scale * 448 / shared[0].weight.full_tensor().abs().max()).item())
+    return found
 
 
 def _part(rank: int, tensor: int = 1) -> tuple[Tensor, Tensor]:

@@ -144,6 +144,18 @@ def test_a_capture_without_a_run_before_has_a_table_of_its_own() -> None:
     assert not any("captured" in key for key in hints._kept)
 
 
+def test_first_runs_of_two_threads_have_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    lasting = hints._lasting
+    others = lasting(LIKE.device, 2)
+
+    def meanwhile(device: torch.device, count: int) -> torch.Tensor:
+        hints._kept[device, "threads", count] = others
+        return lasting(device, count)
+
+    monkeypatch.setattr(hints, "_lasting", meanwhile)
+    assert torch.equal(hints.copy_of_hints(LIKE, "threads", 2), others)
+
+
 def test_graphs_of_one_name_and_unlike_sizes_have_their_own_tables() -> None:
     """A model that is compiled for other shapes may have the same operations, of which others guess."""
     assert [len(hints.copy_of_hints(LIKE, "shapes", count)) for count in (2, 3, 2)] == [2, 3, 2]
