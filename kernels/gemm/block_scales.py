@@ -10,6 +10,7 @@ each + bias[n], rounded once, then + addend[m, n], rounded again. One persistent
 from __future__ import annotations
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_dynamo.kernels.gemm.request import Operand, Request
 from te_dynamo.kernels.layouts.tiled_scales import swizzle_scales
@@ -44,7 +45,7 @@ def multiply_scaled(r: Request, c: torch.Tensor) -> None:
         A_COLUMNWISE=a.turned,
         B_COLUMNWISE=b.turned,
         HAS_BIAS=r.bias is not None,
-        **tile(target_of(c.device), a.scaling == "1x16"),
+        **tile(target_of(c.device), a.scaling == "1x16") | {"MAY_BE_EMPTY": not statically_known_true(k > 0)},
     )
 
 
@@ -60,6 +61,7 @@ def _swizzled(x: Operand) -> torch.Tensor:
 def tile(target: Target, packed: bool) -> dict[str, int]:
     """The kernel's constants and options; packed: two values a byte (NVFP4)."""
     size = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 256 if packed else 128, "GROUP_M": 8, "num_warps": 8}
+    size |= {"MAY_BE_EMPTY": False}
     if target.has_tensor_memory:
         return {**size, "BLOCK_N": 256, "num_stages": 4}
     return {**size, "num_stages": 3}
@@ -83,6 +85,7 @@ def gemm_block_scales_kernel(
     A_COLUMNWISE: tl.constexpr,
     B_COLUMNWISE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    MAY_BE_EMPTY: tl.constexpr,  # as product.py has it
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -94,6 +97,7 @@ def gemm_block_scales_kernel(
     B_FORMAT: tl.constexpr = "e2m1" if NVFP4 else ("e4m3" if b.dtype.element_ty == tl.float8e4nv else "e5m2")
     PACK: tl.constexpr = 2 if NVFP4 else 1
     SCALES: tl.constexpr = BLOCK_K // (16 if NVFP4 else 32)  # of a row of a tile
+    M, N, K = tl.cast(M, tl.int32), tl.cast(N, tl.int32), tl.cast(K, tl.int32)  # as product.py does
     a_desc = operand_descriptor(a, M, K // PACK, A_COLUMNWISE, BLOCK_M, BLOCK_K // PACK)
     b_desc = operand_descriptor(b, N, K // PACK, B_COLUMNWISE, BLOCK_N, BLOCK_K // PACK)
     if NVFP4:  # a cast of what is loaded, not of the pointers, would take the scales through registers
@@ -106,7 +110,8 @@ def gemm_block_scales_kernel(
     if NVFP4:
         full = tl.full((), TENSOR_MAX, tl.float32)
         alpha = tl.div_rn(tl.load(a_amax), full) * tl.div_rn(tl.load(b_amax), full)
-    tl.assume(K > 0)
+    if not MAY_BE_EMPTY:
+        tl.assume(K > 0)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):

@@ -85,6 +85,7 @@ def gemm_grouped_mxfp8_kernel(
     """
     A_FORMAT: tl.constexpr = "e4m3" if a.dtype.element_ty == tl.float8e4nv else "e5m2"
     B_FORMAT: tl.constexpr = "e4m3" if b.dtype.element_ty == tl.float8e4nv else "e5m2"
+    M, N, K = tl.cast(M, tl.int32), tl.cast(N, tl.int32), tl.cast(K, tl.int32)  # as product.py does
     tl.assume(K > 0)
     all_blocks = tl.cdiv(K, 128)
     side_of_b = N if COLUMNS or B_DEEP else G * N

@@ -61,6 +61,7 @@ def gemm_grouped_kernel(
     PART_N: tl.constexpr = BLOCK_N if HALVES else BLOCK_N // 2
     # Scales of rows too are the whole sum's.
     SUMMED: tl.constexpr = "tensor" if SCALING == "row" else SCALING
+    M, N, K = tl.cast(M, tl.int32), tl.cast(N, tl.int32), tl.cast(K, tl.int32)  # as product.py does
     EDGES: tl.constexpr = COLUMNS and SUMMED == "tensor"
     b_rows = N if COLUMNS or B_COLUMNWISE else G * N
     b_width = G * K if B_COLUMNWISE else K

@@ -14,6 +14,7 @@ import dataclasses
 from typing import Any, Literal
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_dynamo.kernels.activation.gated import gated_partial_amaxes
 from te_dynamo.kernels.gemm.block_scales import multiplies_codes, multiply_scaled
@@ -25,7 +26,7 @@ from te_dynamo.kernels.gemm.gated import check_gated, halves
 from te_dynamo.kernels.gemm.grouped_mxfp8 import multiply_groups
 from te_dynamo.kernels.gemm.grouped_product import gemm_grouped_kernel
 from te_dynamo.kernels.gemm.product import gemm_kernel, gemm_reduce_kernel
-from te_dynamo.kernels.gemm.request import Request, check
+from te_dynamo.kernels.gemm.request import Request, check, sum_of_nothing
 from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
 from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
 from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_out
@@ -150,6 +151,8 @@ def run(
     if choice.kernel == "cublaslt" and r.a.scale_inv.dtype == torch.float32:
         return multiply_cublaslt(r)
     c = r.empty() if out is None else out
+    if not r.groups and isinstance(r.mnk[2], int) and r.mnk[2] == 0:
+        return sum_of_nothing(c, r.bias, r.addend)
     if choice.kernel == "scaled":
         multiply_scaled(r, c)
     elif choice.specialized:
@@ -187,7 +190,7 @@ def _run_whole(tile: Tile | DecodeTile, r: Request, c: torch.Tensor, partials: t
         launch_decode(tile, *operands, r.bias, target, stacking, None if split else partials, addend, r.scaling)
     else:
         programs, bias = gemm_multiprocessors(c.device) * tile.ctas_per_sm, None if split else r.bias
-        options = gemm_options(tile, n, r.scaling, r.borders)
+        options = gemm_options(tile, n, r.scaling, r.borders, may_be_empty=not statically_known_true(k > 0))
         launch(gemm_kernel, (programs,), *operands, bias, target, addend, m, n, k, **options)
     if split:
         _add_parts(target, r, c, partials)
@@ -216,9 +219,12 @@ def _add_parts(parts: torch.Tensor, r: Request, c: torch.Tensor, partials: torch
     )
 
 
-def gemm_options(tile: Tile, n: int | torch.SymInt, scaling: str, stacking: Stacking) -> dict[str, Any]:
-    """The constant arguments and compile options of `gemm_kernel` for a tile and a width N."""
-    return {"SCALING": scaling, **stacking.constants(), "SPLIT_K": tile.split_k, **_tile_options(tile, n)}
+def gemm_options(
+    tile: Tile, n: int | torch.SymInt, scaling: str, stacking: Stacking, *, may_be_empty: bool = False
+) -> dict[str, Any]:
+    """The constant arguments and compile options of `gemm_kernel` for a tile and a width N. may_be_empty: K may be 0."""
+    which = {"SCALING": scaling, **stacking.constants(), "SPLIT_K": tile.split_k, "MAY_BE_EMPTY": may_be_empty}
+    return {**which, **_tile_options(tile, n)}
 
 
 def grouped_options(

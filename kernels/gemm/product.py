@@ -48,6 +48,7 @@ def gemm_kernel(
     HALVES: tl.constexpr,
     SPLIT_K: tl.constexpr,
     DESCRIPTOR_STORE: tl.constexpr,
+    MAY_BE_EMPTY: tl.constexpr,  # K may be 0, as it is in wgrad of no tokens
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -62,11 +63,14 @@ def gemm_kernel(
     PART_N: tl.constexpr = BLOCK_N if HALVES else BLOCK_N // 2
     # Between two tiles, loads of the next one overlap the store only where one loop makes the whole sum.
     FLATTEN: tl.constexpr = STACKED != "K"
+    # Of a size that data decides Inductor knows no bound, and a descriptor takes 32 bits.
+    M, N, K = tl.cast(M, tl.int32), tl.cast(N, tl.int32), tl.cast(K, tl.int32)
     a_desc = tl.make_tensor_descriptor(a, [M, K], [K, 1], [PART_M, BLOCK_K])
     b_desc = tl.make_tensor_descriptor(b, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
     c_desc = tl.make_tensor_descriptor(c, [M, N], [N, 1], [PART_M, PART_N]) if DESCRIPTOR_STORE else None
     addend_desc = tl.make_tensor_descriptor(addend, [M, N], [N, 1], [PART_M, PART_N]) if addend is not None else None
-    tl.assume(K > 0)
+    if not MAY_BE_EMPTY:
+        tl.assume(K > 0)
     all_blocks = tl.cdiv(K, 128)
     # Scales of rows too are the whole sum's.
     SUMMED: tl.constexpr = "tensor" if SCALING == "row" else SCALING

@@ -108,6 +108,12 @@ class Request:
         return torch.empty(self.shape, dtype=self.out_dtype, device=self.a.codes.device)
 
 
+def sum_of_nothing(c: torch.Tensor, bias: torch.Tensor | None, addend: torch.Tensor | None) -> torch.Tensor:
+    """Writes C for a K of 0: of a weight's gradient where an expert got no tokens."""
+    nothing = torch.zeros_like(c) if bias is None else bias.to(c.dtype).expand_as(c)
+    return c.copy_(nothing if addend is None else nothing + addend)
+
+
 def check(r: Request) -> None:
     """Raises ValueError, saying what is wrong, for a request that no GEMM takes. No symbolic size is guarded on."""
     name = "te grouped gemm" if r.groups else "te gemm"

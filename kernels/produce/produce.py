@@ -81,7 +81,7 @@ class Source:
         else:
             read, strides, plain = self.inputs, self.strides, True
         in_words = all(isinstance(stride, int) and stride % 8 == 0 for stride in strides)
-        return plain and in_words and all(packs(x) and _begins_at_a_word(x) for x in read)
+        return plain and in_words and all(map(packs, read))
 
     def itemsize(self) -> int:
         """Bytes of the widest element that is loaded, kept or cast."""
@@ -100,11 +100,6 @@ class Source:
             "rows_of_sample": self.norm.get("rows_of_sample", 0),
             **{name: self.norm.get(name, value) for name, value in _NO_NORM.items()},
         }
-
-
-def _begins_at_a_word(x: torch.Tensor) -> bool:
-    offset = x.storage_offset()
-    return isinstance(offset, int) and offset % 8 == 0
 
 
 def produce(

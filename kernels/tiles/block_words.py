@@ -258,8 +258,11 @@ def store_column_codes(transpose, x0, x1, x2, x3, scales, row, column, M, K, ROW
 
 
 def packs(x: torch.Tensor) -> bool:
-    """Whether x [..., K] can be read as the words of this file: instructions on two values of 16 bits begin with sm_90."""
-    return x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 and target_of(x.device).capability >= (9, 0)
+    """Whether x [..., K] can be read as the words of this file: instructions on two values of 16 bits begin with sm_90. A parameter that is a
+    part of a flat one may begin at any value."""
+    offset = x.storage_offset()
+    begins_at_words = isinstance(offset, int) and offset % 8 == 0 and x.shape[-1] % 8 == 0
+    return x.dtype == torch.bfloat16 and begins_at_words and target_of(x.device).capability >= (9, 0)
 
 
 def whole_tiles(rows: Size, columns: Size, tile_rows: int) -> bool:

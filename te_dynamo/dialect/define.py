@@ -127,7 +127,12 @@ def kernel_or_reference(kernel: Callable[..., Any], reference: Callable[..., Any
     @functools.wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
         device = next(a.device for a in tree_leaves(args) if isinstance(a, torch.Tensor))
-        return (kernel if availability.kernels_available(device).ok else reference)(*args, **kwargs)
+        if not availability.kernels_available(device).ok:
+            return reference(*args, **kwargs)
+        if torch.cuda.is_initialized() and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):  # Triton launches on the current one
+                return kernel(*args, **kwargs)
+        return kernel(*args, **kwargs)
 
     return run
 

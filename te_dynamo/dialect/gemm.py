@@ -59,7 +59,7 @@ class Gemm(NamedTuple):
             _operand(self.b, self.b_quantizer),
             self.out_dtype,
             self.fast_accum,
-            self.bias,
+            None if self.bias is None else self.bias.contiguous(),  # a column of a matrix, or one value expanded
             self.addend,
             Stacking(self.along, tuple(self.segments or ())),
         )
@@ -84,7 +84,7 @@ class GroupedGemm(NamedTuple):
             self.out_dtype,
             self.fast_accum,
             groups="columns" if by_columns else "rows",
-            offs=self.offs,
+            offs=self.offs.contiguous(),
             deep=self.b_quantizer.columnwise and not by_columns and self.b_quantizer.scaling() not in ("tensor", "row"),
         )
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from te_dynamo.kernels.gemm.request import sum_of_nothing
 from te_dynamo.kernels.gemm.specialized.ring import (
     COPY_REGISTERS,
     GROUP_REGISTERS,
@@ -64,6 +65,9 @@ def gemm_specialized_out(
     scales of blocks.
     """
     (m, k), n = a.shape, b.shape[0]
+    if k == 0:
+        sum_of_nothing(out, bias, addend)
+        return
     if a_scale_inv.dtype == torch.uint8:
         a_scale_inv, b_scale_inv = decoded(a_scale_inv, m), decoded(b_scale_inv, n)
     prepared = _prepared(out.element_size(), scaling, fast, along, tuple(segments), small)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,9 @@ def cases() -> Iterator[Case]:
     small = GROUPED_TILES[-1]
     yield gemm_case(small, True, "e4m3.e5m2", torch.float32)
     yield gemm_case(small, False, "e5m2.e4m3", torch.float16, width=4095)
+    for columns, size in ((False, "M"), (True, "K")):  # of as many tokens as data says
+        counted = gemm_case(small, columns, "e4m3.e4m3", torch.bfloat16)
+        yield dataclasses.replace(counted, name=f"{counted.name} {size} i64", args={**counted.args, size: "i64"})
     for tile in (GROUPED_TILES[0], small):
         for columns in (False, True):
             yield gemm_case(tile, columns, "e4m3.e4m3", torch.bfloat16, capability=100)

@@ -108,6 +108,9 @@ def gemm_cases() -> Iterator[Case]:
             gemm_case(choose_tile(1, 14336, 4096, fast), "e4m3.e4m3", torch.bfloat16, True, 4096), M=1
         )
         yield gemm_case(choose_tile(8192, 4096, 4096, fast), "e4m3.e4m3", torch.bfloat16, True, 4096, capability=100)
+    counted = gemm_case(choose_tile(4096, 4096, 4096, True), "e4m3.e4m3", torch.bfloat16, True, 4096)
+    for size in ("M", "K"):  # of as many tokens as data says
+        yield dataclasses.replace(counted, name=f"{counted.name} {size} i64", args={**counted.args, size: "i64"})
     for scaling, partials in (("tensor", 0), ("1x128 1x128", 0), ("row", 0), ("tensor", 512)):
         yield Case(
             name=f"gemm_reduce {scaling=} {partials=}",

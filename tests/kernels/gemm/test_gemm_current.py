@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from te_dynamo.kernels.gemm.reference import reference
+from te_dynamo.kernels.gemm.request import Operand, Request, sum_of_nothing
 from te_dynamo.kernels.gemm.tiles import TILES, choose_tile
 from te_dynamo.kernels.runtime.launch import size_hint
 
@@ -80,12 +82,14 @@ def test_the_choice_fits_the_shape(fast) -> None:
 
 
 def traced_kernels(m: int, n: int, k: int, bias: bool = True, dynamic: str = "") -> list[dict]:
-    """The launches recorded for fake CUDA operands; the sizes named in `dynamic` ("m", "k") are symbolic."""
+    """The launches recorded for fake CUDA operands; the sizes named in `dynamic` ("m", "k") are symbolic, with "data" k is nobody's guess."""
     shape_env = ShapeEnv()
     with FakeTensorMode(shape_env=shape_env) as mode:
         symbols = mode.from_tensor(torch.empty(m, k // 16), static_shapes=False).shape
         m = symbols[0] if "m" in dynamic else m
         k = symbols[1] * 16 if "k" in dynamic else k
+        with shape_env.ignore_fresh_unbacked_symbols():
+            k = (shape_env.create_unbacked_symint() + 15) // 16 * 16 if dynamic == "data" else k
         a = torch.empty((m, k), dtype=E4M3, device="cuda")
         b = torch.empty((n, k), dtype=E4M3, device="cuda")
         one = torch.empty(1, device="cuda")
@@ -102,6 +106,21 @@ def test_the_launch_is_recorded_by_make_fx(dynamic, bias) -> None:
     (launch,) = traced_kernels(256, 128, 64, bias, dynamic)
     assert set(launch["kwargs"]) >= {"a", "a_scale_inv", "b", "b_scale_inv", "c", *(["bias"] if bias else [])}
     assert launch["grid"][0][0] > 0
+
+
+@pytest.mark.parametrize(("dynamic", "may_be"), [("", False), ("k", False), ("data", True)])
+def test_a_depth_that_data_decides_may_be_0(dynamic: str, may_be: bool) -> None:
+    product, *_ = traced_kernels(4096, 512, 1024, False, dynamic)
+    assert product["kwargs"]["MAY_BE_EMPTY"] is may_be
+
+
+@pytest.mark.parametrize("addend", [None, torch.tensor([[1.0078125]], dtype=torch.bfloat16).expand(2, 3)])
+@pytest.mark.parametrize("bias", [None, torch.tensor([1.0, 1.001953125, 300.5])])
+def test_a_sum_of_nothing(bias: torch.Tensor | None, addend: torch.Tensor | None) -> None:
+    empty, one = torch.empty(2, 0).to(E4M3), torch.ones(1)
+    operands = Operand(empty, one), Operand(torch.empty(3, 0).to(E4M3), one)
+    expected = reference(Request(*operands, torch.bfloat16, True, bias, addend))
+    assert torch.equal(sum_of_nothing(torch.full_like(expected, 7), bias, addend), expected)
 
 
 def test_split_k_is_two_launches() -> None:
