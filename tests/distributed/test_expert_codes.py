@@ -58,6 +58,15 @@ def test_inductors_code(ranks: Ranks) -> None:
     check_gradients(results), check_codes(results)
 
 
+@pytest.mark.parametrize("counts", [[[0, 0]], pytest.param([[0, 0], [3, 5], [0, 7]], marks=pytest.mark.slow)])
+def test_a_rank_that_gets_no_tokens_takes_part(ranks: Ranks, counts: list[list[int]]) -> None:
+    """It calls the collectives that the others do, or all would wait."""
+    for tensors in ranks.run(expert_code_bodies.unlike, counts, seconds=100):
+        half = len(tensors) // 2
+        for codes, unfused in zip(tensors[:half], tensors[half:], strict=True):
+            assert torch.equal(codes, unfused)
+
+
 @pytest.mark.slow
 def test_four_ranks_and_other_sizes_in_each_step(four_ranks: Ranks) -> None:
     """The second step makes sizes symbols, a third graph those that were equal to others by chance; then none compiles."""

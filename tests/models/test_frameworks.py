@@ -19,6 +19,12 @@ TOKENS = torch.randint(64, (4, 16))
 DATA = [{"input_ids": row, "labels": row} for row in TOKENS]
 
 
+@pytest.fixture(autouse=True)
+def no_state_of_another_test() -> None:
+    """A process's first Accelerator decides for the later ones."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def small_llama() -> nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4

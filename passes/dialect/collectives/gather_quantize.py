@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true, sym_eq
 
 from te_dynamo.dialect.gemm import bias_grad
 from te_dynamo.dialect.memory import RESHAPES
@@ -148,7 +148,7 @@ def _is_order_of_all(move: Node) -> bool:
         return False
     rows, order = tensor.meta["val"].shape[:1], index.meta["val"].shape  # type: ignore[union-attr]
     sort: Any = index.args[0]
-    return sort.target in (_aten.sort.default, _aten.sort.stable) and statically_known_true(sym_eq(order, rows))
+    return sort.target in (_aten.sort.default, _aten.sort.stable) and guard_or_false(sym_eq(order, rows))
 
 
 def _sizes(gathered: Gathered) -> list[Node]:

@@ -110,3 +110,22 @@ def steps(rank: int, options: list[dict[str, Any]], count: int = 1) -> list[dict
             }
         )
     return results
+
+
+def unlike(rank: int, counts: list[list[int]]) -> list[torch.Tensor]:
+    """The gradients of the experts of this rank after steps of which rank 1 gets so many tokens of each rank; the first rank gets the others.
+    As codes, then unfused."""
+    found = []
+    for options in ({}, {"fusions": ["-fuse_all_to_all_quantize"]}):
+        torch._dynamo.reset()
+        model = Mixture(EXPERTS // 2 * rank, EXPERTS // 2, torch.distributed.group.WORLD)
+        compiled = torch.compile(model, backend="te", options={"codegen": "eager", **options})
+        for sent in counts:
+            x, _, dy = batch(rank)
+            chosen = torch.zeros(TOKENS, dtype=torch.long)
+            chosen[: sent[rank]] = EXPERTS // 2
+            sizes = [[TOKENS - n, n] for n in sent]
+            arriving = torch.full((sum(of_rank[rank] for of_rank in sizes),), EXPERTS // 2 * rank)
+            compiled(x, chosen, arriving, sizes[rank], [of_rank[rank] for of_rank in sizes]).backward(dy)
+        found += [p.grad for p in model.parameters()]
+    return found

@@ -62,10 +62,10 @@ def match_expert_loop(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -
     sizes = [(size, *tensor_of(weights[0]).shape) for size in rows]
     records = [linear_record(n, w, s, recipe_for) for n, w, s in zip(linears, weights, sizes, strict=True)]
     recipe = records[0][1]
-    if recipe is None or any(other != recipe for _, other in records) or None in rows:
+    if recipe is None or any(other != recipe for _, other in records) or None in rows or not any(rows):
         return []
     shape = (len(weights), *sizes[0][:0:-1])
-    if recipe_reason(recipe) or shape_reason(tensor_of(x).shape, shape, recipe, False) or not _keeps_apart(recipe):
+    if recipe_reason(recipe) or shape_reason(shape, recipe, False) or not _keeps_apart(recipe):
         return []
     node.meta[RECORD] = records[0]
     graph = node.graph

@@ -64,6 +64,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     fixed,
     hint,
     left_as_plain,
+    name_of,
     put_back,
     quantized_of,
     replace,
@@ -286,16 +287,33 @@ def _reason(node: fx.Node, x: Any, weight: Any, offs: Any, given: dict[str, Any]
         return why_no_linear(x, weight)
     if given.get("bias") is not None:
         return "a grouped GEMM with a bias; add the bias to its result"
-    return dtype_reason(node, x, weight) or shape_reason(
-        tensor_of(x).shape, tensor_of(weight).shape, recipe, _stored_transposed(node, weight)
-    )
+    transposed = _stored_transposed(node, weight)
+    if reason := dtype_reason(node, x, weight) or shape_reason(tensor_of(weight).shape, recipe, transposed):
+        return reason
+    has_none = any(fixed(size) == 0 for size in tensor_of(x).shape[:-1])
+    return "its input has no rows" if has_none and not _travels(x, recipe) else ""
+
+
+def _travels(x: fx.Node, recipe: Recipe) -> bool:
+    """Whether tokens come from other ranks, and may travel as codes: then all ranks call the same collectives, however few tokens one has."""
+    if not recipe.input_quantizer().one_scale:
+        return False
+    seen, waiting = {x}, [x]
+    while waiting:
+        node = waiting.pop()
+        if "all_to_all" in name_of(node):
+            return True
+        new = set(node.all_input_nodes) - seen
+        waiting += new
+        seen |= new
+    return False
 
 
 def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> str:
     """Why FP8 would be slower than what the user wrote; "" where it is faster, and where nobody knows."""
     m, n, k = map(hint, _sizes(x, weight))
     value = tensor_of(node)
-    if value.device.type != "cuda" or value.dtype not in FLOATS or not m:
+    if value.device.type != "cuda" or value.dtype not in FLOATS or not m or _travels(x, recipe):
         return ""
     groups = fixed(tensor_of(weight).shape[0]) or 1
     missing, inner = _paddings(tensor_of(weight).shape, recipe, _stored_transposed(node, weight))
@@ -328,8 +346,8 @@ def recipe_reason(recipe: Recipe, stored: bool = False) -> str:
     return ""
 
 
-def shape_reason(x: Sequence[Any], weight: Sequence[Any], recipe: Recipe, stored_transposed: bool) -> str:
-    """Why operands of those shapes, weight [G, K, N], stay what they are; "" for those that te.grouped_linear takes.
+def shape_reason(weight: Sequence[Any], recipe: Recipe, stored_transposed: bool) -> str:
+    """Why a weight of that shape, [G, K, N], stays what it is; "" for one that te.grouped_linear takes.
 
     stored_transposed: whether the weight lies in memory as [G, K, N], not as [G, N, K].
     """
@@ -344,9 +362,7 @@ def shape_reason(x: Sequence[Any], weight: Sequence[Any], recipe: Recipe, stored
             f"{name} = {rows}: {recipe.gemms} of experts need {name} to be a multiple of {multiple}, where experts share no block of "
             "scales"
         )
-    if not groups or any(fixed(size) == 0 for size in x[:-1]):
-        return "its input has no rows"
-    return ""
+    return "" if groups else "it has no experts"
 
 
 def _first_multiple(recipe: Recipe) -> int:
