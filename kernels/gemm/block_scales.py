@@ -45,7 +45,7 @@ def multiply_scaled(r: Request, c: torch.Tensor) -> None:
         A_COLUMNWISE=a.turned,
         B_COLUMNWISE=b.turned,
         HAS_BIAS=r.bias is not None,
-        **tile(target_of(c.device), a.scaling == "1x16") | {"MAY_BE_EMPTY": not statically_known_true(k > 0)},
+        **tile(target_of(c.device), a.scaling == "1x16", may_be_empty=not statically_known_true(k > 0)),
     )
 
 
@@ -58,10 +58,10 @@ def _swizzled(x: Operand) -> torch.Tensor:
     return swizzle_scales(x.scale_inv.t() if x.turned and x.scale_inv.dim() == 2 else x.scale_inv)
 
 
-def tile(target: Target, packed: bool) -> dict[str, int]:
-    """The kernel's constants and options; packed: two values a byte (NVFP4)."""
+def tile(target: Target, packed: bool, *, may_be_empty: bool = False) -> dict[str, int]:
+    """The kernel's constants and options; packed: two values a byte (NVFP4). may_be_empty: K may be 0."""
     size = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 256 if packed else 128, "GROUP_M": 8, "num_warps": 8}
-    size |= {"MAY_BE_EMPTY": False}
+    size["MAY_BE_EMPTY"] = may_be_empty
     if target.has_tensor_memory:
         return {**size, "BLOCK_N": 256, "num_stages": 4}
     return {**size, "num_stages": 3}

@@ -146,13 +146,13 @@ def run(
 
     partials: of a DecodeTile, fp32 [PARTIALS] whose maximum becomes the amax of C, or None.
     """
+    if not r.groups and isinstance(r.mnk[2], int) and r.mnk[2] == 0:
+        return sum_of_nothing(r.empty() if out is None else out, r.bias, r.addend)
     if choice.kernel == "emulated":
         return _emulated(r)
     if choice.kernel == "cublaslt" and r.a.scale_inv.dtype == torch.float32:
         return multiply_cublaslt(r)
     c = r.empty() if out is None else out
-    if not r.groups and isinstance(r.mnk[2], int) and r.mnk[2] == 0:
-        return sum_of_nothing(c, r.bias, r.addend)
     if choice.kernel == "scaled":
         multiply_scaled(r, c)
     elif choice.specialized:

@@ -112,9 +112,7 @@ class Entry:
         made_on, ready = self.made
         if stream.cuda_stream == made_on or torch.cuda.is_current_stream_capturing():
             return
-        stream.wait_event(ready)
-        for buffer in self.buffers.values():
-            buffer.record_stream(stream)
+        _use_behind(ready, stream, self.buffers.values())
 
     def forget(self, weight: torch.Tensor, keep: bool) -> None:
         """What is held of the weight is out of date; without `keep`, nothing leads to the weight any more."""
@@ -295,9 +293,9 @@ class WeightSupply:
             self._release_sources(args)
             bundle = _Bundle(held._replace(tensors=tuple(tensors)))
             first = args[self._first]
-            if first.is_cuda:
-                bundle.streams.add(torch.cuda.current_stream(first.device).cuda_stream)
-                bundle.ready = torch.cuda.current_stream(first.device).record_event()
+            if made := _work_so_far(first.device):
+                stream, bundle.ready = made
+                bundle.streams.add(stream)
                 for device in {tensor.device for tensor in tensors} - {first.device}:
                     torch.cuda.synchronize(device)  # the event is of one device
             for entry in held.entries:
@@ -318,14 +316,12 @@ class WeightSupply:
     def _release_sources(self, args: Sequence[Any]) -> None:
         for workspace in self.workspaces:
             for position in workspace.positions:
-                weight = args[position]
-                if is_dropped(weight):
-                    source = FROZEN[weight].source
-                    if (
-                        source is not None and source.is_cuda
-                    ):  # it may be of another stream, which has its memory back at once
-                        source.record_stream(torch.cuda.current_stream(source.device))
-                    FROZEN[weight].source = None
+                if not is_dropped(weight := args[position]):
+                    continue
+                source, FROZEN[weight].source = FROZEN[weight].source, None
+                if source is not None and source.is_cuda:
+                    # The stream that loaded it would have its memory back at once.
+                    source.record_stream(torch.cuda.current_stream(source.device))
 
     def _on_this_stream(
         self, args: Sequence[Any], bundle: _Bundle, tensors: tuple[torch.Tensor, ...]
@@ -338,9 +334,7 @@ class WeightSupply:
             with torch.no_grad():
                 return tuple(buffer for made in make_buffers(self.workspaces, args) for buffer in made.values())
         if stream.cuda_stream not in bundle.streams and not capturing:
-            stream.wait_event(bundle.ready)
-            for tensor in tensors:
-                tensor.record_stream(stream)
+            _use_behind(bundle.ready, stream, tensors)
             bundle.streams.add(stream.cuda_stream)
         return tensors
 
@@ -446,6 +440,13 @@ def _work_so_far(device: torch.device) -> tuple[int, Any] | None:
         return None
     stream = torch.cuda.current_stream(device)
     return stream.cuda_stream, stream.record_event()
+
+
+def _use_behind(ready: Any, stream: Any, tensors: Iterable[torch.Tensor]) -> None:
+    """The stream waits for the event, and the tensors' memory for the stream."""
+    stream.wait_event(ready)
+    for tensor in tensors:
+        tensor.record_stream(stream)
 
 
 def _renew_entry(
