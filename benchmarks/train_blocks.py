@@ -109,6 +109,7 @@ PROVIDERS: dict[str, Callable[[nn.Module], Callable]] = {
     "te rowwise without low_memory": te("Float8RowwiseScaling", low_memory=False),
     "te powers of two": te(power_of_two_scales=True),
     "te one pass": te(power_of_two_scales=True, one_pass=True),
+    "te one pass fast forward": te(power_of_two_scales=True, one_pass=True, fprop_fast_accum=True),
     "te MXFP8/128 2-D": te("MXFP8BlockScaling", scale_block=128, weight_block_dims=2),
 }
 
