@@ -234,7 +234,7 @@ def prepare_lora(
         row.above_weights_mib = row.peak_mib - row.weights_mib
     output, gradients = answer(module, compiled, inputs)
     assert inputs.x.grad is not None
-    got = [output], [*gradients, inputs.x.grad]
+    got = [output], [gradients, inputs.x.grad]
     reference = reference or got
     row.output_error, row.grad_error = (relative_error(*pair) for pair in zip(got, reference, strict=True))
     if max(row.output_error, row.grad_error) > train_blocks.LARGEST_ERROR:

@@ -150,4 +150,5 @@ def test_kernels_have_torchs_launcher() -> None:
         patch.setattr(CachingAutotuner, "run", running)
         with fresh_cache():
             torch.compile(lambda x: F.silu(F.linear(x, w)).relu(), backend="te")(x)
-    assert launched["quantize_amax_kernel"] and launched["quantize_cast_kernel"], launched
+    others = {name: static for name, static in launched.items() if "gemm" not in name}
+    assert any(name.startswith("quantize") for name in others) and all(others.values()), launched
