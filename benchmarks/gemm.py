@@ -35,7 +35,7 @@ from te_dynamo.kernels.gemm.tiles import (
     SPECIALIZED,
     SPECIALIZED_BLOCK,
     SPECIALIZED_FAST,
-    SPECIALIZED_SMALL_BLOCK,
+    SPECIALIZED_SMALL,
     TILES,
     Tile,
     estimated_us,
@@ -98,7 +98,7 @@ class Problem:
 
     kinds = ("fast", "slow")
     tiles: tuple[Tile, ...] = TILES
-    specialized: tuple[Tile, ...] = (SPECIALIZED, SPECIALIZED_FAST)
+    specialized: tuple[Tile, ...] = (SPECIALIZED, SPECIALIZED_FAST, *SPECIALIZED_SMALL[:2])
 
     def __init__(self, m: int, n: int, k: int) -> None:
         self.shape = (m, n, k)
@@ -149,7 +149,7 @@ class BlockProblem(Problem):
 
     kinds = ("1x128.128x128", "1x128.1x128", "e8m0.e8m0")
     tiles = BLOCK_TILES
-    specialized = (SPECIALIZED_BLOCK, SPECIALIZED_SMALL_BLOCK)
+    specialized = (SPECIALIZED_BLOCK, SPECIALIZED_SMALL[2])
 
     def quantize(self) -> None:
         rows = torch.float8_e4m3fn, True, False

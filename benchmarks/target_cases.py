@@ -23,7 +23,6 @@ from te_dynamo.kernels.gemm.tiles import (
     COLUMNS_TILES,
     GROUPED_TILES,
     SPECIALIZED_BLOCK,
-    SPECIALIZED_SMALL_BLOCK,
     TILES,
     DecodeTile,
     Tile,
@@ -248,10 +247,11 @@ def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
             (", adds", a, None, bf16(M, N), BF16),
             (", adds with bias", a, bias, bf16(M, N), BF16),
         ):
-            request = Request(Operand(x, one), Operand(b, one), dtype, fast, shift, addend)
-            yield name + what, _by(tile, request, "specialized")
-            sides = Operand(x, f32(M), "row"), Operand(b, f32(N), "row")
-            yield f"{name}, by rows{what}", _by(tile, Request(*sides, dtype, fast, shift, addend), "specialized")
+            by_rows = Operand(x, f32(M), "row"), Operand(b, f32(N), "row")
+            for by, sides in (("", (Operand(x, one), Operand(b, one))), (", by rows", by_rows)):
+                request = Request(*sides, dtype, fast, shift, addend)
+                yield name + by + what, _by(tile, request, "specialized")
+                yield f"small {name}{by}{what}", _by(specialized_tile(fast, small=True), request, "specialized")
         for along, parts, shift in itertools.product("MNK", (2, 3), (None, bias)):
             quarter = {"M": M, "N": N, "K": K}[along] // 4
             segments = (2 * quarter, 2 * quarter) if parts == 2 else (quarter, quarter, 2 * quarter)
@@ -293,7 +293,7 @@ def _hopper_gemms(target: Target) -> Iterator[tuple[str, Launch]]:
         name = f"specialized, 1x128 by {_blocks(two_d)}, {str(dtype).removeprefix('torch.')}"
         name += "" if shift is None else " with bias"
         yield name, _by(SPECIALIZED_BLOCK, request, "specialized")
-        yield f"small {name}", _by(SPECIALIZED_SMALL_BLOCK, request, "specialized")
+        yield f"small {name}", _by(specialized_tile(False, True, small=True), request, "specialized")
     codes = [u8(rows, K // 32) for rows in (M, N)]
     request = Request(Operand(a, codes[0], "1x128"), Operand(b, codes[1], "1x128"), BF16)
     yield "specialized, E8M0", _by(SPECIALIZED_BLOCK, request, "specialized")

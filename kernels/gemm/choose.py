@@ -32,9 +32,8 @@ from te_dynamo.kernels.gemm.tiles import (
     REDUCE_BLOCK,
     REDUCE_BYTES_PER_US,
     SPECIALIZED,
-    SPECIALIZED_BLOCK,
     SPECIALIZED_FAST,
-    SPECIALIZED_SMALL_BLOCK,
+    SPECIALIZED_SMALL,
     TILES,
     DecodeTile,
     Tile,
@@ -217,11 +216,11 @@ def _fuses(product: Product, specialized: Tile | None, decode: DecodeTile | None
     """Whether the kernel that is the fastest does the epilogue too."""
     if product.epilogue == "add":
         vectors = product.n_known and stores_by_descriptor(product.n)
-        return vectors and (specialized is None or (product.out_bytes == 2 and specialized != SPECIALIZED_SMALL_BLOCK))
+        return vectors and (specialized is None or product.out_bytes == 2)
     if product.epilogue == "amax":
         return decode is not None
     if product.epilogue == "gated":
-        return decode is not None or (specialized is not None and not recorded)
+        return decode is not None or (specialized is not None and not recorded and specialized not in SPECIALIZED_SMALL)
     return True
 
 
@@ -294,9 +293,7 @@ def specialized_tiles(p: Product, target: Target) -> list[Tile]:
         return []
     if p.scaling not in ("tensor", "row", "1x128") or (p.k_groups and p.in_blocks):
         return []
-    if p.in_blocks:
-        return [SPECIALIZED_BLOCK, SPECIALIZED_SMALL_BLOCK]
-    tile = specialized_tile(p.fast_accum)
+    tile, small = (specialized_tile(p.fast_accum, p.in_blocks, small) for small in (False, True))
     if p.k_groups:
         part = tile.block_m // (2 if p.fast_accum else 4)  # what one group of warps stores is whole in its C
         if not (p.m_known and p.n_known) or p.m % part:
@@ -305,7 +302,7 @@ def specialized_tiles(p: Product, target: Target) -> list[Tile]:
         # The parts that a group of warps stores lie in one segment.
         assert SPECIALIZED.block_n == SPECIALIZED.block_k == SEGMENT_MULTIPLE == SPECIALIZED.block_m // 2
         assert SPECIALIZED_FAST.block_n // 2 == SPECIALIZED_FAST.block_k == SEGMENT_MULTIPLE == SPECIALIZED_FAST.block_m
-    return [tile]
+    return [tile] if p.k_groups or (p.stacking.along and not p.in_blocks) else [tile, small]
 
 
 def _decode_tile(p: Product, target: Target) -> DecodeTile | None:

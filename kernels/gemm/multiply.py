@@ -30,7 +30,7 @@ from te_dynamo.kernels.gemm.request import Request, check, sum_of_nothing
 from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
 from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
 from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_out
-from te_dynamo.kernels.gemm.tiles import REDUCE_BLOCK, SPECIALIZED_SMALL_BLOCK, DecodeTile, Tile, stores_by_descriptor
+from te_dynamo.kernels.gemm.tiles import REDUCE_BLOCK, SPECIALIZED_SMALL, DecodeTile, Tile, stores_by_descriptor
 from te_dynamo.kernels.quantize.current import PARTIALS, partial_amaxes
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.dependent_launch import starts_early
@@ -176,7 +176,7 @@ def _run_specialized(tile: Tile | DecodeTile, r: Request, c: torch.Tensor) -> No
         columns_specialized_out(*operands, r.offs, r.fast, scaling=r.scaling, out=c)  # type: ignore[arg-type]
     else:
         form = {"scaling": r.scaling, "fast": r.fast, "along": r.borders.along, "segments": r.borders.segments}
-        small = tile == SPECIALIZED_SMALL_BLOCK
+        small = tile in SPECIALIZED_SMALL
         gemm_specialized_out(*operands, r.bias, r.addend, **form, small=small, out=c)
 
 

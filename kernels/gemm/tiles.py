@@ -229,8 +229,13 @@ class _SpecializedBlockTile(Tile):
 SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflops=1280, halves=True)
 """What kernels/gemm/specialized/product.py runs with scales of blocks."""
 
-SPECIALIZED_SMALL_BLOCK = _SpecializedBlockTile(128, 128, 128, 12, 6, fast=False, tflops=1280)
-"""The same where there are too few larger tiles to fill the GPU. No GPU has timed it: `tflops` is the larger one's, and only timing chooses it."""
+SPECIALIZED_SMALL: tuple[Tile, ...] = (
+    Tile(128, 128, 128, 12, 6, fast=False, tflops=1290),
+    Tile(128, 128, 128, 12, 6, fast=True, tflops=1385),
+    _SpecializedBlockTile(128, 128, 128, 12, 6, fast=False, tflops=1280),
+)
+"""Those of SPECIALIZED, SPECIALIZED_FAST and SPECIALIZED_BLOCK where there are too few larger tiles to fill the GPU. No GPU has timed them:
+`tflops` is the larger one's, and only timing chooses them."""
 
 
 GROUPED_TILES: tuple[Tile, ...] = (
@@ -258,9 +263,11 @@ COLUMNS_TILES = tuple(_ColumnsTile(**dataclasses.asdict(tile)) for tile in GROUP
 _HIDDEN_US = 0.5
 
 
-def specialized_tile(fast_accum: bool) -> Tile:
-    """The one tile of kernels/gemm/specialized/product.py for an accumulation."""
-    return SPECIALIZED_FAST if fast_accum else SPECIALIZED
+def specialized_tile(fast_accum: bool, in_blocks: bool = False, small: bool = False) -> Tile:
+    """The tile of kernels/gemm/specialized/product.py for an accumulation or for scales of blocks."""
+    if small:
+        return SPECIALIZED_SMALL[2 if in_blocks else int(fast_accum)]
+    return SPECIALIZED_BLOCK if in_blocks else SPECIALIZED_FAST if fast_accum else SPECIALIZED
 
 
 def estimated_us(tile: Tile, m: int, n: int, k: int, target: Target) -> float:

@@ -31,7 +31,7 @@ from te_dynamo.kernels.gemm.choose import (
 from te_dynamo.kernels.gemm.cublaslt import can_use_cublaslt
 from te_dynamo.kernels.gemm.multiply import run
 from te_dynamo.kernels.gemm.request import Operand, Request
-from te_dynamo.kernels.gemm.tiles import SPECIALIZED_SMALL_BLOCK, Tile
+from te_dynamo.kernels.gemm.tiles import SPECIALIZED_SMALL, Tile
 from te_dynamo.kernels.layouts.block import scale_shape
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import compiling_only
@@ -152,6 +152,6 @@ def choices_of(held: Mapping[str, str], target: Target) -> dict[tuple[Product, T
 
 def _name(choice: Choice) -> str:
     """ "usual slow 128x256x128 w8 s3", "specialized": unique among the candidates of a product."""
-    if choice == Choice("specialized", SPECIALIZED_SMALL_BLOCK):
+    if choice.specialized and choice.tile in SPECIALIZED_SMALL:
         return "specialized small"
     return f"usual {choice.tile.name}" if choice.kernel == "usual" and isinstance(choice.tile, Tile) else choice.kernel

@@ -23,7 +23,7 @@ from te_dynamo.kernels.gemm.multiply import choice_of, is_aligned
 from te_dynamo.kernels.gemm.specialized.gated import gemm_gated_specialized
 from te_dynamo.kernels.gemm.specialized.grouped import columns_specialized_out
 from te_dynamo.kernels.gemm.specialized.product import gemm_specialized_out
-from te_dynamo.kernels.gemm.tiles import SPECIALIZED_SMALL_BLOCK
+from te_dynamo.kernels.gemm.tiles import SPECIALIZED_SMALL
 from te_dynamo.kernels.runtime import availability
 from te_dynamo.kernels.runtime.margin import current_sm_margin, sm_margin
 from te_dynamo.lowering.extern.in_place import call_into_last, can_write_into_addend
@@ -73,7 +73,7 @@ def _of_gemm(x: Gemm) -> dict[str, Any]:
         "along": request.borders.along,
         "segments": request.borders.segments,
         "adds": x.addend is not None,
-        "small": choice_of(request).tile == SPECIALIZED_SMALL_BLOCK,
+        "small": choice_of(request).tile in SPECIALIZED_SMALL,
     }
     return {"fast": x.fast_accum} | {name: value for name, value in said.items() if value}
 

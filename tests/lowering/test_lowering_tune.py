@@ -18,7 +18,7 @@ from helpers.models.snapshot_models import launches
 
 from te_dynamo import remembered as memory
 from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, choose, use_tuned
-from te_dynamo.kernels.gemm.tiles import SPECIALIZED_SMALL_BLOCK
+from te_dynamo.kernels.gemm.tiles import SPECIALIZED_SMALL
 from te_dynamo.kernels.layouts.block import scale_shape
 from te_dynamo.kernels.runtime.margin import sm_margin
 from te_dynamo.kernels.runtime.target import TARGETS
@@ -105,7 +105,7 @@ def test_products_that_cublaslt_was_measured_to_have_sooner() -> None:
     assert slower_than_cublaslt(block_graph(512, 4096, 4096 + 128)) == [], "torch refuses the scales"
     assert slower_than_cublaslt(gemm_graph()) == [], "a scale a tensor"
     plain = Product(512, 4096, 4096, scaling="1x128").plain
-    use_tuned({(plain, H200): Choice("specialized", SPECIALIZED_SMALL_BLOCK)})
+    use_tuned({(plain, H200): Choice("specialized", SPECIALIZED_SMALL[2])})
     assert slower_than_cublaslt(block_graph(512, 4096, 4096)) == [], "timed here"
 
 

@@ -2,9 +2,9 @@
 
 One warp copies, two groups of warps multiply (ring.py, sums.py). It is written in Gluon, and equals the other kernel bit for bit.
 With slow accumulation a group multiplies two products of 64 x 128, one below the other, and one group adds while the other
-multiplies; of a smaller tile with scales of blocks it is one product. With fast accumulation nothing is added, and a group multiplies one product of 64 x 256: the tensor core then reads
-a sixth less from shared memory, which a GPU at its power limit runs faster by. Scales of blocks come with the tiles that they scale:
-scales.py. Of 128x128 the one scale of B is loaded a block ahead.
+multiplies. With fast accumulation nothing is added, and a group multiplies one product of 64 x 256: the tensor core then reads a
+sixth less from shared memory, which a GPU at its power limit runs faster by. Of a small tile it is one product of 64 x 128 in both.
+Scales of blocks come with the tiles that they scale: scales.py. Of 128x128 the one scale of B is loaded a block ahead.
 
 Inductor writes launches of Triton-language kernels only; lowering/extern/gemm.py makes its code call `gemm_specialized_out`.
 A call costs the CPU more than such a launch does, so kernels/gemm/choose.py takes this kernel for large products only.
@@ -34,7 +34,7 @@ from te_dynamo.kernels.gemm.specialized.ring import (
 )
 from te_dynamo.kernels.gemm.specialized.scales import decoded, make_scales
 from te_dynamo.kernels.gemm.specialized.sums import accumulate, accumulate_blocks, scaled, scaled_by_rows
-from te_dynamo.kernels.gemm.tiles import SPECIALIZED_BLOCK, SPECIALIZED_SMALL_BLOCK, specialized_tile, stages_that_fit
+from te_dynamo.kernels.gemm.tiles import specialized_tile, stages_that_fit
 from te_dynamo.kernels.runtime._gluon import async_load, gl, gluon, hopper, mbarrier, reinterpret, tma
 from te_dynamo.kernels.runtime.launch import launch_prepared
 from te_dynamo.kernels.runtime.margin import gemm_multiprocessors
@@ -61,8 +61,7 @@ def gemm_specialized_out(
 
     scaling: "tensor", "row", or "1x128 1x128" or "1x128 128x128" of A's and B's blocks. fast: by fast accumulation. along, segments: of
     operands with a tensor's scale that are stacked. addend: None, or what is added to C as kernels/gemm/product.py does, of two bytes an
-    element, not stacked, not small and not beside scales of b's rows of blocks. It may be out. small: by SPECIALIZED_SMALL_BLOCK, with
-    scales of blocks.
+    element, not stacked and not beside scales of b's rows of blocks. It may be out. small: by one of SPECIALIZED_SMALL, not stacked.
     """
     (m, k), n = a.shape, b.shape[0]
     if k == 0:
@@ -89,8 +88,7 @@ def specialized_options(
     small: bool = False,
 ) -> dict[str, Any]:
     """The constant arguments and compile options of the kernel for a C of elements of `out_bytes`."""
-    of_blocks = SPECIALIZED_SMALL_BLOCK if small else SPECIALIZED_BLOCK
-    tile = specialized_tile(fast) if scaling in ("tensor", "row") else of_blocks
+    tile = specialized_tile(fast, scaling not in ("tensor", "row"), small)
     return {
         "SCALING": scaling,
         "FAST": tile.fast,
@@ -130,12 +128,13 @@ def gemm_specialized_kernel(
     PART_M: gl.constexpr = 64  # rows of one product of a group of warps
     # The scales of blocks lie in the ring too, and leave room for half a part.
     BY_BLOCKS: gl.constexpr = SCALING != "tensor" and SCALING != "row"
-    PART_N: gl.constexpr = BLOCK_N // 2 if FAST or BY_BLOCKS else BLOCK_N
+    ONE_PART: gl.constexpr = BLOCK_M == GROUPS * PART_M
+    PART_N: gl.constexpr = BLOCK_N // 2 if ONE_PART or BY_BLOCKS else BLOCK_N
     result = make_result(c, M, N, PART_M, PART_N)
     a_scales = (make_scales(a_scale_inv, M, K, STAGES, BLOCK_M),) if BY_BLOCKS else ()
     b_scales = (make_scales(b_scale_inv, N, K, STAGES, BLOCK_N),) if SCALING == "1x128 1x128" else ()
     PLACED: gl.constexpr = result[0].layout
-    ADDED_N: gl.constexpr = BLOCK_N // 2 if FAST else BLOCK_N
+    ADDED_N: gl.constexpr = BLOCK_N // 2 if ONE_PART else BLOCK_N
     addends = () if addend is None else (tma.make_tensor_descriptor(addend, [M, N], [N, 1], [PART_M, ADDED_N], PLACED),)
     what = (ring, a_scales + b_scales, (a_scale_inv, b_scale_inv), (M, N, K), addends)
     STACK: gl.constexpr = (STACKED, SEGMENTS, EDGE_1, EDGE_2)
@@ -143,7 +142,7 @@ def gemm_specialized_kernel(
         [
             (_multiply, (gl.constexpr(0), what, result, bias, SCALING, FAST, STACK, GROUP_M)),
             (_multiply, (gl.constexpr(1), what, result, bias, SCALING, FAST, STACK, GROUP_M)),
-            (_copy, (descs, what, FAST, STACK, GROUP_M)),
+            (_copy, (descs, what, STACK, GROUP_M)),
         ],
         [GROUP_WARPS, 1],
         [GROUP_REGISTERS, COPY_REGISTERS],
@@ -151,7 +150,7 @@ def gemm_specialized_kernel(
 
 
 @gluon.jit
-def _copy(descs, what, FAST: gl.constexpr, STACK: gl.constexpr, GROUP_M: gl.constexpr):
+def _copy(descs, what, STACK: gl.constexpr, GROUP_M: gl.constexpr):
     """Fills the ring with this program's tiles, block of K by block of K, as far ahead as it has slots.
 
     Of operands stacked along K it does so segment by segment, in the order of their scales. Behind a tile's blocks comes its addend in
@@ -177,22 +176,23 @@ def _copy(descs, what, FAST: gl.constexpr, STACK: gl.constexpr, GROUP_M: gl.cons
             desc = addends[0]
             PART_M: gl.constexpr = desc.block_shape[0]
             PART_N: gl.constexpr = desc.block_shape[1]
-            places = _addend_places(ring, desc, FAST)
+            ONE_PART: gl.constexpr = BLOCK_M == GROUPS * PART_M
+            places = _addend_places(ring, desc)
             for part in gl.static_range(2):
                 mbarrier.wait(empty.index(stage), phase)
                 mbarrier.expect(full.index(stage), GROUPS * desc.block_type.nbytes)
                 for group in gl.static_range(GROUPS):
-                    first = row + group * (BLOCK_M // GROUPS) + (0 if FAST else part * PART_M)
-                    left = column + (part * PART_N if FAST else 0)
+                    first = row + group * (BLOCK_M // GROUPS) + (0 if ONE_PART else part * PART_M)
+                    left = column + (part * PART_N if ONE_PART else 0)
                     async_load(desc, [first, left], full.index(stage), places.index(stage * GROUPS + group))
                 stage, phase = next_slot(stage, phase, a_tiles.shape[0])
 
 
 @gluon.jit
-def _addend_places(ring, desc, FAST: gl.constexpr):
+def _addend_places(ring, desc):
     """Where each slot of the ring holds a part of the addend for each group, of desc's block and layout: [slots * GROUPS, rows,
-    columns], in the memory of its larger tile, A's or with FAST B's, which is as many bytes."""
-    tiles = ring[1] if FAST else ring[0]
+    columns], in the memory of its larger tile, which is as many bytes."""
+    tiles = ring[1] if ring[1].shape[1] > ring[0].shape[1] else ring[0]
     ROWS: gl.constexpr = desc.block_shape[0]
     COLUMNS: gl.constexpr = desc.block_shape[1]
     return reinterpret(tiles, desc.dtype, [tiles.shape[0] * GROUPS, ROWS, COLUMNS], desc.layout)
@@ -205,7 +205,7 @@ def _multiply(
 ):  # fmt: skip
     """This group's rows of every tile: multiplied from the ring, scaled, added to what the ring brings behind, stored.
 
-    They leave in two parts, each of one segment: an upper and a lower half, with FAST a left and a right one. Those of a small tile are one.
+    They leave in two parts, each of one segment: an upper and a lower half, or, where a group multiplies 64 rows, a left and a right one.
     """
     ring, scales, scale_inv, size, addends = what
     M, N, K = size
@@ -218,7 +218,7 @@ def _multiply(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, BLOCK_N, 32])
     tiles_m, tiles_n, blocks = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
     BY_BLOCKS: gl.constexpr = len(scales) > 0
-    SMALL: gl.constexpr = BY_BLOCKS and BLOCK_M == GROUPS * PART_M
+    ONE_PART: gl.constexpr = BLOCK_M == GROUPS * PART_M
     scale = None
     if SCALING == "tensor":
         scale = gl.load(scale_inv[0]) * gl.load(scale_inv[1])
@@ -244,11 +244,11 @@ def _multiply(
                 one, two, stage, phase = accumulate(GROUP, ring, stage, phase, count, one, two, FAST)
         else:
             one, two, stage, phase = accumulate(GROUP, ring, stage, phase, blocks, one, two, FAST)
-        if FAST:
+        if ONE_PART:
             one, two = split_columns(one)
         row += GROUP * (BLOCK_M // GROUPS)
-        next_row = row if FAST else row + PART_M
-        next_column = column + PART_N if FAST else column
+        next_row = row if ONE_PART else row + PART_M
+        next_column = column + PART_N if ONE_PART else column
         next_scale = scale
         if STACK[0] == "M":
             scale = gl.load(scale_inv[0] + _segment_at(row, STACK)) * gl.load(scale_inv[1])
@@ -259,19 +259,18 @@ def _multiply(
         if SCALING == "row":
             one = scaled_by_rows(one, scale_inv[0], scale_inv[1], row, column, M, N)
         one = _finished(one, scale, bias, column, N)
-        if BY_BLOCKS and not SMALL:  # by then without a scale to load, and with the same bias
+        if BY_BLOCKS and not ONE_PART:  # by then without a scale to load, and with the same bias
             two = _finished(two, scale, bias, column, N)
         if len(addends) > 0:
-            one, stage, phase = _plus(GROUP, ring, addends[0], stage, phase, one, FAST)
+            one, stage, phase = _plus(GROUP, ring, addends[0], stage, phase, one)
         store(c_tile, c_desc, one, row, column)
         if SCALING == "row":
             two = scaled_by_rows(two, scale_inv[0], scale_inv[1], next_row, next_column, M, N)
-        if not BY_BLOCKS:
+        if ONE_PART or not BY_BLOCKS:
             two = _finished(two, next_scale, bias, next_column, N)
         if len(addends) > 0:
-            two, stage, phase = _plus(GROUP, ring, addends[0], stage, phase, two, FAST)
-        if not SMALL:
-            store(c_tile, c_desc, two, next_row, next_column)
+            two, stage, phase = _plus(GROUP, ring, addends[0], stage, phase, two)
+        store(c_tile, c_desc, two, next_row, next_column)
     tma.store_wait(0)
 
 
@@ -314,10 +313,10 @@ def _finished(total, scale, bias, column, N):
 
 
 @gluon.jit
-def _plus(GROUP: gl.constexpr, ring, desc, stage, phase, value, FAST: gl.constexpr):
+def _plus(GROUP: gl.constexpr, ring, desc, stage, phase, value):
     """This group's part of C rounded to its dtype, and that of the addend, which is in the next slot: their sum in fp32."""
     a_tiles, _, full, empty = ring
-    places = _addend_places(ring, desc, FAST)
+    places = _addend_places(ring, desc)
     mbarrier.wait(full.index(stage), phase)
     addend = places.index(stage * GROUPS + GROUP).load(value.type.layout)
     # Without a fence nothing waits for these loads before the slot is given back, and the next copy may overwrite what is not read yet.

@@ -8,23 +8,30 @@ from te_dynamo.kernels.runtime._gluon import gl, gluon, hopper, mbarrier
 
 @gluon.jit
 def accumulate(GROUP: gl.constexpr, ring, stage, phase, blocks, one, two, FAST: gl.constexpr):
-    """The two halves' sums, begun in `one` and `two`, over the next blocks of K; with FAST both are in `one`.
+    """The two halves' sums, begun in `one` and `two`, over the next blocks of K. Of a group whose rows are one part both are in `one`.
 
-    What the tensor core makes of each block is added in fp32, or with FAST by the tensor core itself.
+    What the tensor core makes of each block is added in fp32, or with FAST, of one part, by the tensor core itself.
     """
     a_tiles, b_tiles, full, empty = ring
     ROWS: gl.constexpr = one.shape[0]
-    if FAST:
+    ONE_PART: gl.constexpr = a_tiles.shape[1] == GROUPS * ROWS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, one.shape[1], 32])
+    nothing = gl.zeros((ROWS, one.shape[1]), gl.float32, layout)
+    if ONE_PART:
         for _ in range(blocks):
             mbarrier.wait(full.index(stage), phase)
             x, y = a_tiles.index(stage).slice(GROUP * ROWS, ROWS), b_tiles.index(stage).permute((1, 0))
-            one = hopper.warpgroup_mma(x, y, one, is_async=True)
-            one = hopper.warpgroup_mma_wait(0, deps=[one])
-            mbarrier.arrive(empty.index(stage))
+            if FAST:
+                one = hopper.warpgroup_mma(x, y, one, is_async=True)
+                one = hopper.warpgroup_mma_wait(0, deps=[one])
+                mbarrier.arrive(empty.index(stage))
+            else:
+                term = hopper.warpgroup_mma(x, y, nothing, use_acc=False, is_async=True)
+                term = hopper.warpgroup_mma_wait(0, deps=[term])
+                mbarrier.arrive(empty.index(stage))
+                one += term
             stage, phase = next_slot(stage, phase, a_tiles.shape[0])
     else:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, one.shape[1], 32])
-        nothing = gl.zeros((ROWS, one.shape[1]), gl.float32, layout)
         for _ in range(blocks):
             mbarrier.wait(full.index(stage), phase)
             x_one, x_two, y = operands(GROUP, a_tiles, b_tiles, stage)

@@ -6,6 +6,7 @@ Run as a program, this file is the interpreted part: TRITON_INTERPRET must be se
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import types
 
@@ -110,20 +111,22 @@ TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("scaling, fast", [("tensor", False), ("tensor", True), ("1x128 128x128", False)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_machine_code_for_large_products(dtype: torch.dtype, scaling: str, fast: bool) -> None:
+def test_machine_code_for_large_products(dtype: torch.dtype, scaling: str, fast: bool, small: bool) -> None:
     """As deep a ring as without an addend, and no result waits for memory but through it."""
     from te_dynamo.kernels.runtime.compiled_code import compile_for
 
-    options = specialized_options(dtype.itemsize, scaling, fast)
+    options = specialized_options(dtype.itemsize, scaling, fast, small=small)
     warps = options.pop("num_warps")
     types_ = {**BASE, "c": TYPES[dtype], "addend": TYPES[dtype], **SIZES}
     report = compile_for(gemm_specialized_kernel, types_, options, aligned=(*ALIGNED, "N"), num_warps=warps)
     assert report.warnings == () and report.spills == 0 and report.shared <= 227 * 1024, report.log
-    assert options["STAGES"] == 4
+    assert options["STAGES"] == (6 if small else 4)
     loads = len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared::\w+\.global", report.ptx))
-    assert loads == 2 + 2 * 2 * 2, "A and B, and twice a part for each group, whose rows are two swizzled ones"
+    wide = 1 if small else 2  # a part's rows are that many swizzled ones
+    assert loads == 2 + 2 * 2 * wide, "A and B, and twice a part for each group"
     assert scaling != "tensor" or "fma." not in report.ptx
 
 
@@ -280,12 +283,13 @@ def test_the_kernel_for_large_products_at_any_size(shape, dtype: torch.dtype, fa
     m, n, _ = shape
     a, sa, b, sb, bias = operands(*shape, device="cuda")
     addend, expected, c = (addend_of(m, n, dtype, "cuda") for _ in range(3))
-    for shift in ((), (bias,)):
-        gemm_specialized_out(a, sa, b, sb, *shift, fast=fast, out=expected)
-        gemm_specialized_out(a, sa, b, sb, *shift, fast=fast, addend=addend, out=c)
+    for shift, small in itertools.product(((), (bias,)), (False, True)):
+        given = (a, sa, b, sb, *shift)
+        gemm_specialized_out(*given, fast=fast, out=expected)
+        gemm_specialized_out(*given, fast=fast, small=small, addend=addend, out=c)
         assert torch.equal(c, expected + addend)
         c.copy_(addend)
-        gemm_specialized_out(a, sa, b, sb, *shift, fast=fast, addend=c, out=c)
+        gemm_specialized_out(*given, fast=fast, small=small, addend=c, out=c)
         assert torch.equal(c, expected + addend)
 
 

@@ -20,7 +20,7 @@ from te_dynamo.kernels.gemm.specialized.product import (
     gemm_specialized_out,
 )
 from te_dynamo.kernels.gemm.specialized.scales import decode_kernel
-from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, SPECIALIZED_BLOCK, SPECIALIZED_SMALL_BLOCK
+from te_dynamo.kernels.gemm.tiles import BLOCK_TILES, SPECIALIZED_BLOCK, SPECIALIZED_SMALL
 from te_dynamo.kernels.layouts import block
 from te_dynamo.kernels.runtime.compiled_code import compile_for
 from te_dynamo.kernels.runtime.target import TARGETS
@@ -116,8 +116,8 @@ def test_lowering_leaves_a_large_gemm_to_be_called_and_launches_others() -> None
 
 def test_a_small_tile_is_called_where_timing_chose_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Product(1024, 14336, 4096, scaling="1x128").plain
-    assert choose(plain, H200).tile != SPECIALIZED_SMALL_BLOCK, "by the cost model"
-    monkeypatch.setitem(TUNED, (plain, H200), Choice("specialized", SPECIALIZED_SMALL_BLOCK))
+    assert choose(plain, H200).tile not in SPECIALIZED_SMALL, "by the cost model"
+    monkeypatch.setitem(TUNED, (plain, H200), Choice("specialized", SPECIALIZED_SMALL[2]))
     choose.cache_clear()
     with fake_cuda(), kernels_everywhere():
         graph = graph_of_gemm(1024, 14336, 4096, False, True)
@@ -181,10 +181,11 @@ def test_an_addend_is_an_addition_of_its_own(shape, dtype: torch.dtype) -> None:
     a, sa, b, sb, bias, *two_d = operands_of("1x128.128x128", *shape)
     for shift in (None, bias):
         plain = block_request(a, sa, b, sb, shift, dtype, *two_d)
-        addend, choice = torch.randn(shape[:2], device="cuda").to(dtype), Choice("specialized", SPECIALIZED_BLOCK)
-        expected, added = run(choice, plain) + addend, dataclasses.replace(plain, addend=addend)
-        assert torch.equal(run(choice, added), expected)
-        assert torch.equal(run(choice, added, out=addend), expected)
+        for tile in (SPECIALIZED_BLOCK, SPECIALIZED_SMALL[2]):
+            addend, choice = torch.randn(shape[:2], device="cuda").to(dtype), Choice("specialized", tile)
+            expected, added = run(choice, plain) + addend, dataclasses.replace(plain, addend=addend)
+            assert torch.equal(run(choice, added), expected)
+            assert torch.equal(run(choice, added, out=addend), expected)
 
 
 @pytest.mark.gpu

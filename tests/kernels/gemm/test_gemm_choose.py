@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, choose, choose_for
-from te_dynamo.kernels.gemm.tiles import SPECIALIZED_BLOCK, SPECIALIZED_SMALL_BLOCK, Tile
+from te_dynamo.kernels.gemm.tiles import SPECIALIZED_BLOCK, SPECIALIZED_SMALL, Tile
 from te_dynamo.kernels.runtime.target import TARGETS, Target
 from te_dynamo.kernels.tiles.stacking import Stacking
 
@@ -63,9 +63,9 @@ def test_the_specialized_kernel_adds_to_large_tiles_in_16_bits(monkeypatch: pyte
     assert choose(up, H200) == Choice("specialized", SPECIALIZED_BLOCK)
     wide = choose(dataclasses.replace(up, out_bytes=4), H200)
     assert wide.kernel == "specialized" and not wide.fused
-    monkeypatch.setitem(TUNED, (up.plain, H200), Choice("specialized", SPECIALIZED_SMALL_BLOCK))
+    monkeypatch.setitem(TUNED, (up.plain, H200), Choice("specialized", SPECIALIZED_SMALL[2]))
     choose.cache_clear()
-    assert choose(up, H200) == Choice("specialized", SPECIALIZED_SMALL_BLOCK, fused=False)
+    assert choose(up, H200) == Choice("specialized", SPECIALIZED_SMALL[2])
     choose.cache_clear()
 
 

@@ -143,7 +143,9 @@ def test_the_specialized_kernel_has_the_other_ones_bits(shape: tuple[int, int, i
         r = dataclasses.replace(request(*shape, dtype, biased, device="cuda"), fast=fast)
         if adds and dtype != torch.float32:
             r = dataclasses.replace(r, addend=torch.randn(r.shape, device="cuda").to(dtype))
-        assert torch.equal(run(Choice("specialized", specialized_tile(fast)), r), with_tile(usual, r))
+        for small in (False, True):
+            tile = specialized_tile(fast, small=small)
+            assert torch.equal(run(Choice("specialized", tile), r), with_tile(usual, r))
 
 
 def main() -> None:

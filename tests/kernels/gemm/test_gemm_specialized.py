@@ -41,17 +41,18 @@ def test_it_is_taken_for_large_products(fast: bool) -> None:
 
 
 @pytest.mark.one_fast_case
+@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize(
     ("mix", "out_dtype", "bias"), [("e4m3.e4m3", torch.bfloat16, False), ("e5m2.e4m3", torch.float32, True)]
 )
-def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool, scaling: str, fast: bool) -> None:
-    report = compile_specialized(mix, out_dtype, bias, scaling, fast=fast)
+def test_machine_code(mix: str, out_dtype: torch.dtype, bias: bool, scaling: str, fast: bool, small: bool) -> None:
+    report = compile_specialized(mix, out_dtype, bias, scaling, fast=fast, small=small)
     assert report.warnings == (), report.log
     assert report.spills <= (BF16_SPILLS if out_dtype == torch.bfloat16 else FP32_SPILLS), report.log
     assert report.shared <= SHARED_BYTES
-    assert f".m64n{256 if fast else 128}k32.f32.{mix}" in report.ptx
+    assert f".m64n{256 if fast and not small else 128}k32.f32.{mix}" in report.ptx
     assert "wgmma.mma_async" in report.ptx and "setmaxnreg" in report.ptx
     assert "fma." not in report.ptx, "a contracted multiply-add would make a fused bias differ from an addition"
 
@@ -83,9 +84,9 @@ def test_lowering_leaves_a_large_gemm_to_be_called_and_launches_a_small_one() ->
 # -- on a GPU ----------------------------------------------------------------------------------------
 
 
-def specialized(a, sa, b, sb, bias, out_dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
+def specialized(a, sa, b, sb, bias, out_dtype: torch.dtype, fast: bool = False, small: bool = False) -> torch.Tensor:
     c = torch.full((a.shape[0], b.shape[0]), torch.nan, dtype=out_dtype, device=a.device)
-    gemm_specialized_out(a, sa, b, sb, bias, fast=fast, out=c)
+    gemm_specialized_out(a, sa, b, sb, bias, fast=fast, small=small, out=c)
     return c
 
 
@@ -100,8 +101,9 @@ def test_its_bits_are_the_other_kernels(shape, out_dtype: torch.dtype, fast: boo
     for a_dtype, b_dtype in ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)):
         a, sa, b, sb, bias = operands(*shape, a_dtype, b_dtype, device="cuda")
         for shift in (None, bias):
-            got = specialized(a, sa, b, sb, shift, out_dtype, fast)
-            assert torch.equal(got, gemm_with_tile(usual, a, sa, b, sb, shift, out_dtype))
+            expected = gemm_with_tile(usual, a, sa, b, sb, shift, out_dtype)
+            for small in (False, True):
+                assert torch.equal(specialized(a, sa, b, sb, shift, out_dtype, fast, small), expected)
 
 
 @pytest.mark.gpu

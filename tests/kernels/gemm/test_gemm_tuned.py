@@ -26,7 +26,7 @@ from te_dynamo.kernels.gemm.choose import stacking_pays as pays
 from te_dynamo.kernels.gemm.cublaslt import multiply_cublaslt
 from te_dynamo.kernels.gemm.multiply import run
 from te_dynamo.kernels.gemm.request import check
-from te_dynamo.kernels.gemm.tiles import SPECIALIZED_SMALL_BLOCK
+from te_dynamo.kernels.gemm.tiles import SPECIALIZED_SMALL
 from te_dynamo.kernels.gemm.tuned import _request, candidates, choices_of, facts, timed_us
 from te_dynamo.kernels.layouts.block import scale_shape
 from te_dynamo.kernels.runtime.margin import gemm_target
@@ -96,7 +96,8 @@ def test_kernels_are_candidates_where_they_can_run() -> None:
         "experts in blocks": "",
         "experts' wgrad in blocks": "",
     }
-    assert Choice("specialized", SPECIALIZED_SMALL_BLOCK) in candidates(PRODUCTS["block"].plain, H200)
+    for name, tile in (("block", SPECIALIZED_SMALL[2]), ("rows", SPECIALIZED_SMALL[0])):
+        assert Choice("specialized", tile) in candidates(PRODUCTS[name].plain, H200)
     assert {choice.kernel for choice in candidates(PRODUCTS["large"].plain, B200)} == {"usual", "cublaslt"}
     eleven_blocks = dataclasses.replace(PRODUCTS["block"].plain, k=1408)
     assert "cublaslt" not in {choice.kernel for choice in candidates(eleven_blocks, H200)}, "torch refuses the scales"
