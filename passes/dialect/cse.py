@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from te_dynamo.dialect.define import is_te
-from te_dynamo.dialect.memory import RESHAPES
+from te_dynamo.dialect.memory import RESHAPES, is_returned
 from te_dynamo.dialect.quantize import quantize
 from te_dynamo.passes.dialect.graph import call_like, calls, replace_items
 from te_dynamo.quantized.quantizers import Quantizer
@@ -39,12 +39,21 @@ def _merge_equal(graph: Graph) -> int:
             original = same[node] = first.setdefault((node.target, args, *map(type, node.args)), node)
         except TypeError:  # an unhashable argument
             continue
-        if original is not node and (is_te(node.target) or node.target in _VIEWS or node.target is operator.getitem):
+        merges = is_te(node.target) or node.target in _VIEWS or node.target is operator.getitem
+        if original is not node and merges and not _returned(original) & _returned(node):
             _agree_on_recomputation(original, node)
             node.replace_all_uses_with(original)
             graph.erase_node(node)
             merged += 1
     return merged
+
+
+def _returned(node: Node) -> set[Any]:
+    """Which of a node's results the graph returns, by their indices: merged, two would be one tensor. The caller may write one, and
+    autograd adds to a first gradient in place."""
+    if isinstance(node.meta["val"], torch.Tensor):
+        return {None} if is_returned(node) else set()
+    return {user.args[1] for user in node.users if is_returned(user)}
 
 
 def _is_pure(node: Node) -> bool:

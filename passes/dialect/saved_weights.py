@@ -26,7 +26,7 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from te_dynamo.dialect.memory import byte_hint, is_copy, is_view
+from te_dynamo.dialect.memory import byte_hint, is_copy, is_view, is_written_input
 from te_dynamo.dialect.quantize import quantize, transpose
 from te_dynamo.dialect.stacked import quantize_stacked
 from te_dynamo.passes.dialect.graph import calls, item_users
@@ -78,7 +78,7 @@ def _all_users(nodes: list[Node]) -> set[Node]:
 
 
 def _is_weight(node: Node, of_backward: set[Node]) -> bool:
-    """Whether it is made of inputs of the graph alone, and forward's GEMMs read it as their second operand."""
+    """Whether it is made of inputs of the graph alone, which nothing writes, and forward's GEMMs read it as their second operand."""
     read_first = any(
         item in user.args[:1]
         for items in item_users(node).values()
@@ -86,7 +86,7 @@ def _is_weight(node: Node, of_backward: set[Node]) -> bool:
         for user in item.users
         if user not in of_backward
     )
-    return not read_first and all(source.op == "placeholder" for source in _sources(node))
+    return not read_first and all(s.op == "placeholder" and not is_written_input(s) for s in _sources(node))
 
 
 def _sources(node: Node) -> Iterator[Node]:

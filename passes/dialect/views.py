@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from te_dynamo.dialect.define import is_te
 from te_dynamo.dialect.gemm import bias_grad
-from te_dynamo.dialect.memory import RESHAPES, is_view
+from te_dynamo.dialect.memory import RESHAPES, origin
 from te_dynamo.dialect.quantize import quantize
 from te_dynamo.passes.dialect.graph import call_like, calls, is_contiguous
 
@@ -45,15 +45,8 @@ def return_no_views(graph: Graph, count: int) -> None:
     """
     results: Any = graph.output_node().args[0]
     for node in results[:count]:
-        if isinstance(node, Node) and node.target is _aten.view.default and _origin(node).op != "placeholder":
+        if isinstance(node, Node) and node.target is _aten.view.default and origin(node).op != "placeholder":
             node.target = _aten._unsafe_view.default
-
-
-def _origin(value: Any) -> Node:
-    """What views and items are taken from."""
-    while is_view(value) or (isinstance(value, Node) and value.target is operator.getitem):
-        value = value.args[0]
-    return value  # type: ignore[no-any-return]
 
 
 def read_through_views(graph: Graph) -> int:
@@ -91,7 +84,7 @@ def _before_views(node: Node) -> Node | None:
     """The nearest tensor that `node` is a view of, or several views in a row, with the columns of `node`."""
     source: Any = node
     while source.target in _READ_THROUGH:
-        if source.target is _CLONE and source.args[0].op != "call_function":
+        if source.target is _CLONE and origin(source.args[0]).op != "call_function":
             return None  # of an input that the model may write afterwards
         source = source.args[0]
         if _has_columns_of(source.meta["val"], node.meta["val"]):

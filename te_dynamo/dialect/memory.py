@@ -50,6 +50,28 @@ def is_copy(node: Node) -> bool:
     return node.target in _COPIES
 
 
+def origin(value: Any) -> Any:
+    """What views and items are taken from."""
+    while is_view(value) or (isinstance(value, Node) and value.target is operator.getitem):
+        value = value.args[0]
+    return value
+
+
+def is_returned(node: Node) -> bool:
+    """Whether the graph gives the memory of a node's value to its caller."""
+    return any(
+        user.op == "output" or ((is_view(user) or user.target is operator.getitem) and is_returned(user))
+        for user in node.users
+    )
+
+
+def is_written_input(node: Node) -> bool:
+    """Whether a node is an input that the graph writes at its end: backward would read what was written."""
+    return node.op == "placeholder" and any(
+        user.target is _aten.copy_.default and user.args[0] is node for user in node.users
+    )
+
+
 def byte_hint(value: torch.Tensor) -> int:
     """Bytes of a tensor; of a symbolic size what is known while compiling, without a guard."""
     return size_hint(value.numel()) * value.element_size()

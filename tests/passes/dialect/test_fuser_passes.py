@@ -36,7 +36,8 @@ def test_equal_quantizations_of_equal_views_become_one() -> None:
     results = []
     for _ in range(3):
         view = b.call(aten.view.default, b.inputs[0], [16, 64])
-        results += b.read(b.call(te.quantize.default, view, BOTH), 0, 1, 2)
+        items = b.read(b.call(te.quantize.default, view, BOTH), 0, 1, 2)
+        results += [b.call(aten.clone.default, item) for item in items]
     graph = b.returns(*results)
     assert merge_common_subexpressions(graph) == 2 * 5  # a view, a quantize and three results, twice
     assert_expected_inline(
@@ -45,7 +46,16 @@ def test_equal_quantizations_of_equal_views_become_one() -> None:
 x0: bf16[2, 8, 64] = input
 view: bf16[16, 64] = aten.view(x0, [16, 64])
 quantize: (f8e4m3[16, 64], f8e4m3[64, 16], f32[1]) = te.quantize(view, e4m3[row+column])
-return quantize[0], quantize[1], quantize[2], quantize[0], quantize[1], quantize[2], quantize[0], quantize[1], quantize[2]""",
+clone: f8e4m3[16, 64] = aten.clone(quantize[0])
+clone_1: f8e4m3[64, 16] = aten.clone(quantize[1])
+clone_2: f32[1] = aten.clone(quantize[2])
+clone_3: f8e4m3[16, 64] = aten.clone(quantize[0])
+clone_4: f8e4m3[64, 16] = aten.clone(quantize[1])
+clone_5: f32[1] = aten.clone(quantize[2])
+clone_6: f8e4m3[16, 64] = aten.clone(quantize[0])
+clone_7: f8e4m3[64, 16] = aten.clone(quantize[1])
+clone_8: f32[1] = aten.clone(quantize[2])
+return clone, clone_1, clone_2, clone_3, clone_4, clone_5, clone_6, clone_7, clone_8""",
     )
     assert merge_common_subexpressions(graph) == 0
 
@@ -81,6 +91,13 @@ def test_quantizations_with_other_usages_become_their_union(first: Any, second: 
     names = list(BOTH._describe_buffers((16, 64)))
     found = [names[item.args[1]] for item in returned]
     assert found == [name for quantizer in (first, second) for name in quantizer._describe_buffers((16, 64))]
+
+
+def test_results_that_are_equal_stay_apart() -> None:
+    b = Builder((16, 64))
+    (one,), (two,) = (b.read(b.call(te.quantize.default, b.inputs[0], BOTH), 0) for _ in range(2))
+    graph = b.returns(one, b.call(aten.view.default, two, [32, 32]))
+    assert merge_common_subexpressions(graph) == 0
 
 
 def test_other_formats_and_other_tensors_stay_apart() -> None:

@@ -64,6 +64,8 @@ def match_expert_loop(node: fx.Node, recipe_for: RecipeFor, outside: str = "") -
     recipe = records[0][1]
     if recipe is None or any(other != recipe for _, other in records) or None in rows or not any(rows):
         return []
+    if sum(rows) != fixed(tensor_of(x).shape[0]):
+        return []  # pieces that overlap, or leave some out
     shape = (len(weights), *sizes[0][:0:-1])
     if recipe_reason(recipe) or shape_reason(shape, recipe, False) or not _keeps_apart(recipe):
         return []

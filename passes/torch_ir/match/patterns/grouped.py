@@ -256,7 +256,7 @@ def _operands(node: fx.Node) -> dict[str, Any] | None:
         given = arguments(node, "input", "weight", "offs")
         return given and {"mat_a": given["input"], "mat_b": given["weight"], "offs": given["offs"]}
     batched = calls(node, _BATCHED, _BATCHED_METHODS) and len(node.args) == 2
-    if batched and takes_groups(*node.args) and is_parameter(node.args[1]):
+    if batched and not node.kwargs and takes_groups(*node.args) and is_parameter(node.args[1]):
         return {"mat_a": node.args[0], "mat_b": node.args[1]}
     return None
 

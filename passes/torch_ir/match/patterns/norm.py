@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from te_dynamo.passes.torch_ir.match.mutation import refuses
+from te_dynamo.passes.torch_ir.match.memory import memory_of, share
+from te_dynamo.passes.torch_ir.match.mutation import is_written, refuses
 from te_dynamo.passes.torch_ir.match.readers import (
     rounds_to_16_bits,
     why_its_strides_stay,
@@ -33,6 +34,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     dtype_name,
     emit,
     emit_getitem,
+    emit_method,
     erase_unused,
     fixed,
     is_number,
@@ -141,9 +143,10 @@ def replace_norm(norm: Norm) -> MatchRecord:
         options.append(dtype)
     with graph.inserting_before(last):
         new = emit_getitem(graph, emit(graph, op, (norm.x, *norm.weights, number(eps), *options), last), 0)
+        others = [emit_method(graph, "clone", (new,), last) if _stay_apart(casts) else new for _ in results[1:]]
     matched = record(norm.kind, results[0])
-    for result in results:
-        replace(result, new)
+    for result, value in zip(results, (new, *others), strict=True):
+        replace(result, value)
     erase_unused(graph, (*norm.nodes, *casts))
     return matched
 
@@ -153,6 +156,12 @@ def _roundings(last: fx.Node) -> list[fx.Node]:
     casts = [user for user in last.users if is_cast(user) and rounds_to_16_bits(user)]
     alike = len({tensor_of(cast).dtype for cast in casts}) == 1
     return casts if alike and len(casts) == len(last.users) else []
+
+
+def _stay_apart(casts: list[fx.Node]) -> bool:
+    """Whether casts of one tensor are no one tensor: something writes one, or the graph returns one."""
+    returned = casts[0].graph.output_node().all_input_nodes
+    return is_written(*casts) or any(share(memory_of(cast), memory_of(result)) for cast in casts for result in returned)
 
 
 def why_no_te_norm(norm: Norm) -> str:
