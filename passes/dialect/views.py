@@ -15,7 +15,6 @@ microbatches is one graph; gemm_add.py has the next products add to it.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch

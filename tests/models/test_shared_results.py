@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 N, BF16 = 128, torch.bfloat16
