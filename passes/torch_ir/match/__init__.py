@@ -43,7 +43,7 @@ forward, backward and what is saved.
     activation.py   gelu, silu, relu
     formulas.py     activations written out in the model
     gated.py        f(a) * b of such an f, or the sigmoid; F.glu
-    sequence.py     te.sequence, a te_dynamo.Sequential of the user's: its linears recorded
+    sequence.py     a te_dynamo.Sequential or te_dynamo.nn of the user's: its linears recorded
 
 Each matcher takes a node and returns None (not mine) or a MatchRecord (matched, or left with the reason); those of
 linears return lists, since one call may hide several. Nothing that looks like a linear is passed over without a
