@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from te_dynamo.errors import UnsupportedError
@@ -61,7 +62,7 @@ def te_op(
 ) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
     """Decorator: registers `te::<function name>` and returns its overload.
 
-    Tracing it by torch.export raises UnsupportedError, but for te_dynamo.export.
+    Tracing it by torch.export raises UnsupportedError, but for te_dynamo.export, and so does forward-mode differentiation.
 
     reference: plain PyTorch, any device; must not return an input. A result with other strides than the fake's is copied.
     kernel: the Triton launcher (CUDA of compute capability 9.0 or newer); None where the operation has no kernel of its own
@@ -74,11 +75,11 @@ def te_op(
         name = f"{NAMESPACE}::{fake.__name__}"
         schema = torch.library.infer_schema(fake, mutates_args=())
         called = _with_contiguous_results(reference)
-        definition = torch.library.custom_op(name, called, mutates_args=(), schema=schema)
-        definition.register_fake(_not_exported(name, fake))
+        definition = torch.library.custom_op(name, _without_tangents(name, called), mutates_args=(), schema=schema)
+        definition.register_fake(_without_tangents(name, _not_exported(name, fake)))
         run = called if kernel is None else kernel_or_reference(kernel, called)
         if kernel is not None:
-            definition.register_kernel("cuda", run)
+            definition.register_kernel("cuda", _without_tangents(name, run))
         definition.register_autograd(
             backward or functools.partial(_refuse_double_backward, name), setup_context=setup_context
         )
@@ -106,6 +107,21 @@ def _not_exported(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
         return fake(*args, **kwargs)
 
     return run
+
+
+def _without_tangents(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`; UnsupportedError where its arguments may have tangents, which it would lose without a word."""
+
+    @functools.wraps(run)
+    def checked(*args: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            raise UnsupportedError(
+                f"{name} has no forward-mode derivative: call it outside of torch.func.jvp and forward_ad.dual_level, or use modules of "
+                'torch.nn, which torch.compile(model, backend="te") leaves as they are inside'
+            )
+        return run(*args)
+
+    return checked
 
 
 def _with_contiguous_results(reference: Callable[..., Any]) -> Callable[..., Any]:

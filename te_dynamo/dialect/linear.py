@@ -375,18 +375,18 @@ def weight_of_dgrad(config: LinearConfig, saved: tuple[torch.Tensor, ...]) -> Op
 def _gradients_in_high_precision(
     args: LinearBwdArgs, dy: torch.Tensor
 ) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """(dx, dweight) by torch's own products."""
+    """(dx, dweight) by torch's own products, in dy's precision."""
     dx = dweight = None
-    assert args.config is not None
+    assert args.config is not None and args.weight_dtype is not None
     transposed = args.config.weight_transposed
     rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
     if args.requires_dgrad:
-        (weight,) = args.weight_saved
+        weight = args.weight_saved[0].to(dy.dtype)
         dx = _with_leading(torch.mm(rows, weight.t() if transposed else weight), dy)
     if args.requires_wgrad:
         (x,) = args.x_saved
         x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        dweight = torch.mm(x.t(), rows) if transposed else torch.mm(rows.t(), x)
+        dweight = (torch.mm(x.t(), rows) if transposed else torch.mm(rows.t(), x)).to(args.weight_dtype)
     return dx, dweight
 
 

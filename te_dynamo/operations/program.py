@@ -24,7 +24,7 @@ from te_dynamo.operations import autograd
 from te_dynamo.operations.context import OperationContext
 from te_dynamo.operations.fuser import Group
 from te_dynamo.operations.op import BasicOperation
-from te_dynamo.operations.run import Call, compute, contexts, fake, save
+from te_dynamo.operations.run import Call, check_params, compute, contexts, fake, save
 from te_dynamo.quantized.tensor_proto import to_tensor_proto
 
 Tensors = Sequence[torch.Tensor]
@@ -64,6 +64,7 @@ class Program:
         """The groups one after another, with `forward` compute (on tensors) or fake (on protos)."""
         inputs = [input, *params, *extra_inputs]
         split_params, split_extras = split_tensors(self.call.ops, params, extra_inputs)
+        check_params(self.call.ops, split_params)
         extra_outputs: list[Any] = []
         saved: list[Any] = []
         for group in self.forward:

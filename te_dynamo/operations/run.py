@@ -9,7 +9,7 @@ from typing import Any, Optional
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_dynamo.errors import OperationError, UnsupportedError
+from te_dynamo.errors import InputError, OperationError, UnsupportedError
 from te_dynamo.operations import types
 from te_dynamo.operations.context import LegacyContext, OperationContext, RequiresGrad
 from te_dynamo.operations.fuser import Group
@@ -73,6 +73,15 @@ class Call(Value):
         """The call of the group alone."""
         keywords = self.keywords(group)
         return Call(group.op.basic_ops, *keywords.values())
+
+
+def check_params(ops: Sequence[BasicOperation], params: Sequence[Sequence[Any]]) -> None:
+    """Raises InputError for a parameter of another shape than its operation's: it would broadcast, and kernels read beyond its end."""
+    for op, tensors in zip(ops, params, strict=True):
+        for parameter, given in zip(op.parameters(), tensors, strict=True):
+            if tuple(given.shape) != parameter.shape:
+                shapes = f"expected a {parameter.name} {list(parameter.shape)}, got {list(given.shape)}"
+                raise InputError(f"{op.describe()}: {shapes}")
 
 
 def first_needing_grad(call: Call) -> int:
@@ -177,6 +186,7 @@ def run_forward(
     extra_inputs: Sequence[types.Params],
 ) -> tuple[torch.Tensor, list[types.Params], list[OperationContext]]:
     """(output, extra outputs and a context for each basic operation) of all groups, split and legacy, on real tensors."""
+    check_params(call.ops, params)
     extra_outputs: list[types.Params] = []
     ctxs: list[OperationContext] = []
     param_protos = [tuple(map(to_tensor_proto, tensors)) for tensors in params]

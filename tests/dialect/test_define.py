@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from te_dynamo.dialect.define import kernel_or_reference
 from te_dynamo.dialect.gemm import Gemm
+from te_dynamo.errors import UnsupportedError
 from te_dynamo.kernels.runtime import availability
+from te_dynamo.nn import Linear
 from te_dynamo.recipe import Float8CurrentScaling
 
 
@@ -45,3 +48,15 @@ def test_a_products_bias_is_one_value_after_the_other() -> None:
     for bias in (torch.randn(32, 3)[:, 1], torch.randn(1).expand(32)):
         given = Gemm(operands, quantizer, operands, quantizer, torch.bfloat16, True, bias).request().bias
         assert given is not None and given.is_contiguous() and torch.equal(given, bias)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_tangent_is_refused_not_lost(backend: str | None) -> None:
+    linear = Linear(32, 32).requires_grad_(False)
+    called: Any = torch.compile(linear, backend=backend) if backend else linear
+    x = torch.randn(16, 32)
+    called(x)
+    with pytest.raises(UnsupportedError, match="te::linear has no forward-mode derivative"):
+        torch.func.jvp(called, (x,), (x,))
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="has no forward-mode derivative"):
+        called(forward_ad.make_dual(x, x))

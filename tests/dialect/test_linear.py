@@ -45,6 +45,23 @@ def test_forward_and_backward_against_a_written_out_formula(leading, dtype) -> N
     torch.testing.assert_close(bias.grad, dy.double().reshape(-1, 48).sum(0).to(dtype), **tolerance)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("x_dtype", "dtype"), [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)])
+def test_a_backward_in_high_precision_of_operands_of_two_dtypes(x_dtype, dtype, transposed) -> None:
+    config = LinearConfig.from_recipe(
+        Float8CurrentScaling(backward="high_precision"),
+        input_requires_grad=True, weight_requires_grad=True, weight_transposed=transposed,
+    )  # fmt: skip
+    (x, _, _), (_, weight, bias) = operands(5, dtype=x_dtype), operands(dtype=dtype)
+    stored = (weight.t() if transposed else weight).detach().requires_grad_()
+    y = torch.ops.te.linear(x, stored, bias, config)[0]
+    dy = torch.randn_like(y)
+    dx, dweight = torch.autograd.grad(y, (x, stored), dy)
+    expected = dy.t() @ x.detach()
+    assert torch.equal(dx, dy @ weight.detach().to(x_dtype))
+    torch.testing.assert_close(dweight, (expected.t() if transposed else expected).to(dtype))
+
+
 @pytest.mark.parametrize(("input_grad", "weight_grad"), [(True, True), (True, False), (False, True), (False, False)])
 def test_saves_only_what_backward_needs(input_grad: bool, weight_grad: bool) -> None:
     config = LinearConfig.from_recipe(

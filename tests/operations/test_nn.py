@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import te_dynamo
 from te_dynamo import nn as te_nn
 from te_dynamo.errors import InputError, InvalidOptionError
 
@@ -146,6 +147,22 @@ def test_compiled_they_are_one_graph() -> None:
     module, x = made("LayerNormLinear"), tokens()
     compiled = torch.compile(module, backend="te", fullgraph=True, options={"codegen": "eager"})
     torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=0)
+
+
+def test_explain_shows_their_linears() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(te_nn.LayerNormMLP(32, 64, recipe="mxfp8"), te_nn.Linear(32, 32), nn.Linear(32, 16))
+    for microbatch in (None, True):
+        told = te_dynamo.explain(lambda x, m=microbatch: model[2](model[1](model[0](x, m), m)), tokens()).to_dict()
+        rows = [(row["module"].removeprefix("model."), row["recipe"], row["shape"]) for row in told["linears"]]
+        assert rows == [
+            ("0.fc1_weight", "mxfp8", ("8", "64", "32")),
+            ("0.fc2_weight", "mxfp8", ("8", "32", "64")),
+            ("1", "float8_current_scaling", ("8", "32", "32")),
+            ("2", "float8_current_scaling", ("8", "16", "32")),
+        ]
+    (row,) = te_dynamo.explain(made("GroupedLinear"), tokens(), [3, 5]).to_dict()["linears"]
+    assert (row["matched"], row["groups"], row["shape"]) == (True, 2, ("8", "48", "32"))
 
 
 def test_what_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -97,6 +98,19 @@ def test_an_input_of_another_kind_names_the_operation() -> None:
     for dtype in (torch.float64, torch.int32):
         with pytest.raises(InputError, match=rf"BasicLinear\(32, 64, .* got {dtype}"):
             module(x.to(dtype), torch.zeros(4, 64))
+
+
+@pytest.mark.parametrize("fusions", [True, False])
+@pytest.mark.parametrize(("name", "shape"), [("0.weight", (1,)), ("1.weight", (32, 1)), ("2.bias", (1,))])
+def test_a_parameter_of_another_shape_does_not_broadcast(name: str, shape: tuple[int, ...], fusions: bool) -> None:
+    module = Sequential(RMSNorm(64), BasicLinear(64, 32), Bias(32), fusions=fusions)
+    position, parameter = name.split(".")
+    setattr(getattr(module, position), parameter, torch.nn.Parameter(torch.randn(shape)))
+    message = rf"expected a {parameter} \[.*\], got {re.escape(str(list(shape)))}"
+    with pytest.raises(InputError, match=message):
+        module(torch.randn(4, 64))
+    with pytest.raises(Exception, match=message), torch.no_grad():
+        torch.compile(module, backend="aot_eager", fullgraph=True)(torch.randn(4, 64))
 
 
 @pytest.mark.parametrize("make", [lambda n: BasicLinear(n, 32), Bias, RMSNorm, LayerNorm])

@@ -43,7 +43,7 @@ forward, backward and what is saved.
     activation.py   gelu, silu, relu
     formulas.py     activations written out in the model
     gated.py        f(a) * b of such an f, or the sigmoid; F.glu
-    sequence.py     te.sequence, a te_dynamo.Sequential of the user's: its linears recorded
+    sequence.py     a te_dynamo.Sequential or te_dynamo.nn of the user's: its linears recorded
 
 Each matcher takes a node and returns None (not mine) or a MatchRecord (matched, or left with the reason); those of
 linears return lists, since one call may hide several. Nothing that looks like a linear is passed over without a
@@ -61,6 +61,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
+from torch.autograd import forward_ad
 
 from te_dynamo.options import Options
 from te_dynamo.passes.torch_ir.match.bodies import Matcher
@@ -71,6 +72,7 @@ from te_dynamo.passes.torch_ir.match.origins import origins_known
 from te_dynamo.passes.torch_ir.match.patterns.sequence import fused_operations
 from te_dynamo.passes.torch_ir.match.root import also_run_at, in_whole_model
 from te_dynamo.report import Report
+from te_dynamo.user_code import traced_code
 
 __all__ = ["match"]
 
@@ -98,10 +100,20 @@ def match(
     ):
         matcher = Matcher(options, linears_only)
         with cpu_known(gm, options, matcher.recipe_for, example_inputs, report):
-            records = matcher.match(gm)
+            records = matcher.match(gm, outside=_forward_mode())
         for record in records:
             record.shared = also_run_at(record.module)
         report.matches.extend(records)
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             report.fusions.extend(fused_operations(module.graph))
+
+
+def _forward_mode() -> str:
+    """Why nothing is rewritten where the model is called with tangents, which te operations would lose; "" elsewhere."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import GlobalStateSource
+
+    if traced_code():  # Dynamo compiles anew inside of it, and outside
+        install_guard(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
+    return "inside torch.autograd.forward_ad.dual_level" if forward_ad._current_level >= 0 else ""

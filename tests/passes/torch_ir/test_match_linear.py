@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from helpers.graphs.matching import FP8, Matched
 from torch import nn
+from torch.autograd import forward_ad
 
 torch.manual_seed(0)
 
@@ -187,6 +188,17 @@ def test_torch_func_transform_is_left():
     compiled = Matched(lambda x: torch.func.grad(lambda x: F.linear(x, weight).sum())(x))
     torch.testing.assert_close(compiled(x), weight.sum(0).expand(4, 32))
     assert compiled.reasons() == ["inside a torch.func transform"]
+
+
+def test_forward_mode_is_left_also_after_a_call_without():
+    linear, x = nn.Linear(32, 16).requires_grad_(False), torch.randn(4, 32)
+    compiled = Matched(linear)
+    compiled(x)
+    with forward_ad.dual_level():
+        y, tangent = forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, x)))
+    assert torch.equal(y, linear(x)) and torch.equal(tangent, x @ linear.weight.t())
+    compiled(x)
+    assert compiled.reasons() == ["", "inside torch.autograd.forward_ad.dual_level"]
 
 
 def test_rules_and_no_recipe():

@@ -1,14 +1,16 @@
-"""te.sequence, a Sequential in the user's model: its linears are recorded, and options={"fusions": False} holds for it too.
+"""te operations in the user's model: linears of te_dynamo.nn and of a Sequential are recorded, and options={"fusions": False} holds for
+the latter too.
 
     te.sequence(x, params, extra, sequence, ...)   ->   the same with OperationSequence(..., fusions=False)
 
-It is made of te operations already, in its own recipe: the option `recipe` does not change it.
+They have their own recipes: the option `recipe` does not change them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,15 +23,26 @@ from te_dynamo.operations.run import Call, fake
 from te_dynamo.operations.sequence import OperationSequence
 from te_dynamo.passes.torch_ir.match.patterns.grouped import recipe_reason
 from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, hint, replace, tensor_of
-from te_dynamo.passes.torch_ir.match.where import module_path, source_line
+from te_dynamo.passes.torch_ir.match.where import linear_path, module_path, source_line
 from te_dynamo.quantized.tensor_proto import to_tensor_proto
+from te_dynamo.recipe import of_weight
 from te_dynamo.report import MatchRecord
 
 _SEQUENCE = frozenset({torch.ops.te.sequence, torch.ops.te.sequence.default})
+_LINEARS = frozenset(
+    {
+        torch.ops.te.linear,
+        torch.ops.te.linear_with_workspace,
+        torch.ops.te.grouped_linear,
+        torch.ops.te.grouped_linear_with_workspace,
+    }
+)
 
 
 def match_sequence(node: fx.Node, fusions: bool) -> list[MatchRecord]:
-    """A record for each linear of the sequence that `node` is; none for any other node."""
+    """A record for each linear of the sequence, or for the linear of te_dynamo.nn, that `node` is; none for any other node."""
+    if calls(node, _LINEARS):
+        return [_of_module(node)]
     if not calls(node, _SEQUENCE):
         return []
     records = list(_linears(node))
@@ -43,6 +56,26 @@ def match_sequence(node: fx.Node, fusions: bool) -> list[MatchRecord]:
         replace(node, new)
         graph.erase_node(node)
     return records
+
+
+def _of_module(node: fx.Node) -> MatchRecord:
+    x, weight = (tensor_of(operand) for operand in node.args[:2])  # type: ignore[arg-type]
+    config: Any = node.args[3]
+    assert x is not None and weight is not None
+    path, parameter = linear_path(node, node.args[1])
+    *groups, n, k = weight.shape
+    rows = math.prod(x.shape[:-1])
+    return MatchRecord(
+        "linear",
+        path,
+        source_line(node),
+        recipe=of_weight(config.weight_quantizer).describe(),
+        shape=(str(rows), str(n), str(k)),
+        flops=2 * hint(rows) * n * k,
+        dtype=dtype_name(x.dtype),
+        groups=groups[0] if groups else 0,
+        parameter=parameter,
+    )
 
 
 def fused_operations(graph: fx.Graph) -> Iterator[tuple[str, str, int]]:
