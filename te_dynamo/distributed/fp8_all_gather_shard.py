@@ -30,18 +30,14 @@ _SAME_VALUES = {aten.alias.default, aten.detach.default}
 """Below autograd these would give the values a version counter of their own."""
 
 _STAY_SHARDS = {
-    *_SAME_VALUES,
-    aten.as_strided.default,
     aten.clone.default,
     aten.empty_like.default,  # Module.to_empty
     aten.new_zeros.default,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.view.default,
     aten._pin_memory.default,
     aten._to_copy.default,
 }
-"""What FSDP2, DTensor and Module.to make a shard of another by. All other results are plain tensors."""
+"""What FSDP2, DTensor and Module.to make a shard of another by. Views stay shards too: a plain one, made below autograd, has a counter of its
+own, so that nobody would see a write to it. All other results are plain tensors."""
 
 
 class Asked(NamedTuple):
@@ -109,7 +105,7 @@ class ShardedWeight(torch.Tensor):
         kwargs = kwargs or {}
         plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda shard: shard.plain, (args, kwargs))
         result = plain_args[0] if func in _SAME_VALUES else func(*plain_args, **plain_kwargs)
-        if func in _STAY_SHARDS:
+        if func.is_view or func in _STAY_SHARDS:
             weight, base = args[0].weight, args[0].base if func.is_view else None
             # A view is an inference tensor where its base is one: it has the base's counter of writes.
             with torch.inference_mode(args[0].is_inference() if func.is_view else torch.is_inference_mode_enabled()):
