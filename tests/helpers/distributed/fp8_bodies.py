@@ -594,6 +594,8 @@ def refused(rank: int) -> dict[str, str]:
         "another recipe": lambda: _forward(rank, _with_options({"recipe": "float8_block_scaling"})),
         "a rule": lambda: _forward(rank, _with_options({"rules": [("up", None)]})),
         "not compiled": lambda: _forward(rank, _with_options(None)),
+        "another backend": lambda: _forward(rank, _with_options(None, backend="aot_eager")),
+        "a wrapped linear": lambda: _forward(rank, _with_options({}, wrapped="parts.1.up")),
         "not compiled parts": lambda: _forward(rank, _with_options(None, 2), 2),
         "a rule for parts": lambda: _forward(rank, _with_options({"rules": [("up", None)]}, 2), 2),
         "option": lambda: fp8_all_gather(model(), options={"recpie": None}),
@@ -609,13 +611,19 @@ def refused(rank: int) -> dict[str, str]:
     return said
 
 
-def _with_options(options: dict[str, Any] | None, tensor: int = 1) -> nn.Module:
-    """Compiled with other options than its weights travel with."""
+def _with_options(
+    options: dict[str, Any] | None, tensor: int = 1, backend: str | None = None, wrapped: str = ""
+) -> nn.Module:
+    """Compiled with other options than its weights travel with. wrapped: a linear of each block that is a group of its own."""
     shared, ranks = _parallel(torch.float32, tensor)
     fp8_all_gather(shared, options={"rules": RULES})
     for layer in shared.layers:
         if options is not None:
             layer.compile(backend="te", options={"codegen": "eager", **options})
+        elif backend:
+            layer.compile(backend=backend)
+        if wrapped:
+            fully_shard(layer.get_submodule(wrapped), mesh=ranks)
         fully_shard(layer, mesh=ranks)
     return fully_shard(shared, mesh=ranks)
 
