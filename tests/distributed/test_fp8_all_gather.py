@@ -89,6 +89,11 @@ def test_bits_of_three_shards_of_different_sizes(tmp_path: pathlib.Path) -> None
             assert one == {48: "", 80: "3 shards of its 80 rows differ in size: N has to be a multiple of 3"}
 
 
+def test_a_rank_without_tokens(ranks: Ranks) -> None:
+    for codes, bf16 in ranks.run(fp8_bodies.no_tokens):
+        assert torch.equal(codes, bf16) and codes.any()
+
+
 LEFT = {
     "short": "N = 40, K = 32 of this rank: FP8 GEMMs need N and K to be multiples of 16",
     "narrow": "N = 64, K = 24 of this rank: FP8 GEMMs need N and K to be multiples of 16",

@@ -116,6 +116,22 @@ def wire(rank: int, recipe: str | Recipe, width: int, count: int = 3) -> dict[st
     return told
 
 
+def no_tokens(rank: int) -> list[Tensor]:
+    """The gradients of a block of which the last rank has no tokens, with FP8 on the wire and in bf16."""
+    found = []
+    for fp8 in (True, False):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        block = Block(64).to(device(), torch.bfloat16)
+        if fp8:
+            fp8_all_gather(block)
+        block.compile(backend="te", fullgraph=True, options={"codegen": "eager"})
+        fully_shard(block, mesh=mesh())
+        block(torch.ones(32 * (rank == 0), 64, dtype=torch.bfloat16, device=device())).sum().backward()
+        found.append(torch.cat([p.grad.full_tensor().flatten() for p in block.parameters()]))
+    return found
+
+
 def inference(rank: int, recipe: str | Recipe, width: int, inference_mode: bool) -> dict[str, Any]:
     """Of a model that does not train: whether its output is that of unsharded weights, and the bytes that it gathers."""
     x, told = torch.randn(128, width, generator=torch.Generator().manual_seed(0)).to(device(), torch.bfloat16), {}
