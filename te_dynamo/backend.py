@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -98,7 +99,8 @@ def te(
     given, model = Options.parse(options, mode), compiled_model()
     check_choice(given.fusions)
     parsed = given.in_model(model)
-    compilation = _Compilation(parsed, Report(), GraphInProgress())
+    report = Report(model=None if model is None else weakref.ref(model))
+    compilation = _Compilation(parsed, report, GraphInProgress())
     try:
         compiled = _compile(_private_copy(gm), example_inputs, compilation)
         advise(model, _is_whole(gm, model), parsed, compilation.report)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import weakref
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
 
 RECORD = "te_dynamo_record"
 """Key of the meta of a node that was a linear, and of the te node in its place: its MatchRecord."""
@@ -84,6 +89,8 @@ class Report:
     slower_than_cublaslt: list[str] = dataclasses.field(default_factory=list)
     """"M x N x K" of products that would take cuBLASLt less time, as was measured on an H200"""
     notes: list[str] = dataclasses.field(default_factory=list)
+    model: weakref.ref[nn.Module] | None = None
+    """what was compiled, where it is a module: paths begin there"""
     slow_gather: str = ""
     """why the graph would be faster without `fp8_all_gather`"""
 

@@ -15,7 +15,6 @@ from te_dynamo.distributed.fp8_all_gather_shard import ShardedWeight, local_of
 from te_dynamo.distributed.fp8_all_gather_weight import WEIGHTS, GatheredWeight
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.options import Options
-from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.recipe import Recipe
 from te_dynamo.weights.frozen import FROZEN
 
@@ -125,7 +124,6 @@ def _wrap(module: nn.Module, weight: GatheredWeight) -> None:
     module._parameters["weight"] = nn.Parameter(shard, parameter.requires_grad)
     module.register_state_dict_post_hook(_save_plain)
     module.register_load_state_dict_pre_hook(_assign_shards)
-    module.register_forward_pre_hook(_refuse_eager)
 
 
 def _save_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
@@ -160,13 +158,4 @@ def _with_local(tensor: torch.Tensor, change: Any) -> torch.Tensor:
             return local  # type: ignore[no-any-return]
         return DTensor.from_local(
             local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
-
-
-def _refuse_eager(module: nn.Module, _: Any) -> None:
-    """Nothing computes with the rounded values where the user's line says F.linear: compiled code runs no such hook."""
-    if not torch.compiler.is_compiling() and isinstance(local_of(module._parameters["weight"]), QuantizedTensor):
-        raise UnsupportedError(
-            f"te_dynamo: {WEIGHTS[module].name} travels in FP8 (fp8_all_gather), and its linear is not compiled. Compile the module with backend "
-            '"te", or leave it out by a rule: options={"rules": [(path, None)]} (te_dynamo.explain lists what is compiled)'
         )

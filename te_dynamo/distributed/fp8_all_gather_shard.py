@@ -1,7 +1,7 @@
 """`ShardedWeight`: a rank's part of a weight, which FSDP2 gathers as FP8 codes.
 
     fsdp_pre_all_gather     shard -> cast to param_dtype -> codes (uint8) by the whole weight's scale       travels
-    fsdp_post_all_gather    all shards' codes -> QuantizedTensor [N, K], rows alone                         what te.linear multiplies
+    fsdp_post_all_gather    all shards' codes -> GatheredQuantizedTensor [N, K], rows alone                 what te.linear multiplies
 
 The optimizer, checkpoints and clipping compute with the shard's own values, in its own dtype. With one scale a tensor the amax is
 that of all shards (fp8_all_gather_weight.py). A block of 128x128 (MXFP8: or of 32x32) lies in one shard, and so does a row; their scales travel too.
@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 from te_dynamo.distributed.capture import captured_into
-from te_dynamo.quantized.tensor import from_buffers, written_by
+from te_dynamo.errors import UnsupportedError
+from te_dynamo.quantized.tensor import QuantizedTensor, written_by
 
 if TYPE_CHECKING:
     from te_dynamo.distributed.fp8_all_gather_weight import GatheredWeight
@@ -30,18 +32,14 @@ _SAME_VALUES = {aten.alias.default, aten.detach.default}
 """Below autograd these would give the values a version counter of their own."""
 
 _STAY_SHARDS = {
-    *_SAME_VALUES,
-    aten.as_strided.default,
     aten.clone.default,
     aten.empty_like.default,  # Module.to_empty
     aten.new_zeros.default,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.view.default,
     aten._pin_memory.default,
     aten._to_copy.default,
 }
-"""What FSDP2, DTensor and Module.to make a shard of another by. All other results are plain tensors."""
+"""What FSDP2, DTensor and Module.to make a shard of another by. Views stay shards too: a plain one, made below autograd, has a counter of its
+own, so that nobody would see a write to it. All other results are plain tensors."""
 
 
 class Asked(NamedTuple):
@@ -109,7 +107,7 @@ class ShardedWeight(torch.Tensor):
         kwargs = kwargs or {}
         plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda shard: shard.plain, (args, kwargs))
         result = plain_args[0] if func in _SAME_VALUES else func(*plain_args, **plain_kwargs)
-        if func in _STAY_SHARDS:
+        if func.is_view or func in _STAY_SHARDS:
             weight, base = args[0].weight, args[0].base if func.is_view else None
             # A view is an inference tensor where its base is one: it has the base's counter of writes.
             with torch.inference_mode(args[0].is_inference() if func.is_view else torch.is_inference_mode_enabled()):
@@ -164,10 +162,42 @@ class ShardedWeight(torch.Tensor):
         assert quantizer is not None
         if scale_inv is None:
             scale_inv = outputs[1]
-        return from_buffers([whole.view(codes_dtype), scale_inv], tuple(outer_size), param_dtype, quantizer, False), ()
+        named = dict(zip(quantizer.buffer_names(), [whole.view(codes_dtype), scale_inv], strict=True))
+        gathered = GatheredQuantizedTensor(named, tuple(outer_size), param_dtype, quantizer)
+        gathered.path = self.weight.name
+        return gathered, ()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.plain!r})"
+
+
+class GatheredQuantizedTensor(QuantizedTensor):
+    """What is gathered. Only te.linear, which reads the buffers, multiplies by it: where the user's line says F.linear, nothing computes with
+    the rounded values, neither eagerly nor in another backend's graph."""
+
+    path = "a weight"  # where a compiler has made it
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], metadata: Mapping[str, Any], shape: tuple[int, ...], _: Any
+    ) -> GatheredQuantizedTensor:
+        return GatheredQuantizedTensor({name[1:]: buffer for name, buffer in inner.items()}, tuple(shape), **metadata)
+
+    def _over(self, buffers: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
+        tensor = super()._over(buffers, dtype)
+        tensor.path = self.path  # type: ignore[attr-defined]
+        return tensor
+
+    def _read_by(self, func: Any) -> torch.Tensor:
+        # te.linear reads the buffers, and has this for its gradient; Dynamo asks for the form of a result.
+        if func.namespace == "te" or isinstance(getattr(self, self._flat[0][0]), FakeTensor):
+            return super()._read_by(func)
+        raise UnsupportedError(
+            f"te_dynamo: {self.path} of {list(self.shape)} travels in FP8 (fp8_all_gather), and its linear is not compiled with backend "
+            f'"te": {func} reads its values. Compile the module around the linear, and give fully_shard that module: Dynamo leaves a linear '
+            'that fully_shard wraps by itself. Or leave it out by a rule: options={"rules": [(path, None)]} (te_dynamo.explain lists what is '
+            "compiled)"
+        )
 
 
 # FSDP2 asks for it before every gather; to find it takes the CPU as long as a launch.

@@ -1,7 +1,8 @@
 """What is known of the weights that `fp8_all_gather` was asked for: how each travels, why, and the amaxes of those that travel in FP8.
 
 All amaxes of a model come from one all-reduce (MAX) at the first gather after a write to a weight: once an optimizer step. Each
-gather compares the shard's version counter and storage with those whose amax is known, so that no scale is older than its values.
+gather compares the shard's version counter and storage with those whose amax is known, so that no scale is older than its values. Ranks do not
+ask each other: all of them write, or none.
 """
 
 from __future__ import annotations

@@ -339,6 +339,7 @@ def _compile_and_run(
         with dynamo_untouched() as seen:
             _run(compiled, target, args, kwargs)
         flops = _matrix_flops(target, args, kwargs)
+    _begin_in(target, graphs.reports)
     _name_stored(target, _linears(graphs.reports))
     left_out = list(rows_left_out(target, flops, _linears(graphs.reports), seen))
     return graphs, breaks_and_skips(seen), (flops, left_out)
@@ -350,6 +351,21 @@ def _matrix_flops(target: Any, args: Any, kwargs: Any) -> MatrixFlops | None:
         return count_matrix_flops(target, args, kwargs)
     except Exception:
         return None
+
+
+def _begin_in(target: Any, reports: Sequence[Report]) -> None:
+    """Paths of a block that is compiled by itself begin in the block, as where FSDP2 wraps it: from here on in the target. Dynamo may run
+    its graph for other such blocks of its class."""
+    paths = {module: path for path, module in target.named_modules()} if isinstance(target, nn.Module) else {}
+    for report in reports:
+        block = report.model() if report.model else None
+        if block is None or not paths.get(block):
+            continue
+        alike = [p for m, p in paths.items() if type(m) is type(block) and m._compiled_call_impl and m is not block]
+        for match in report.matches:
+            own = (match.module, *match.shared)
+            match.module, *shared = (f"{at}.{p}".rstrip(".") for at in (paths[block], *alike) for p in own)
+            match.shared = tuple(shared)
 
 
 def _name_stored(target: Any, linears: Sequence[MatchRecord]) -> None:

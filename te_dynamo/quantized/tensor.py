@@ -141,6 +141,7 @@ class QuantizedTensor(torch.Tensor):
         return f"{sources_digest()} {parts!r}"
 
     @classmethod
+    @torch.compiler.disable  # else Dynamo compiles this where it has left the caller, in graphs of its own
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -155,8 +156,14 @@ class QuantizedTensor(torch.Tensor):
         if func in (aten.dequantize.self, aten.alias_copy.default):
             return args[0].to_storage().dequantize()
         _refuse_writes(func, args, kwargs)
-        args, kwargs = tree_map_only(QuantizedTensor, lambda q: q.to_storage().dequantize(), (args, kwargs))
+        args, kwargs = tree_map_only(QuantizedTensor, lambda q: q._read_by(func), (args, kwargs))
         return func(*args, **kwargs)
+
+    def _read_by(self, func: Any) -> torch.Tensor:
+        return self.to_storage().dequantize()
+
+    def _over(self, buffers: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
+        return type(self)(buffers, tuple(self.shape), dtype or self.dtype, self.quantizer)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         fields = {field.name: getattr(self.quantizer, field.name) for field in dataclasses.fields(self.quantizer)}
@@ -190,7 +197,7 @@ def from_storage(storage: QuantizedTensorStorage, requires_grad: bool = False) -
 
 
 def _alias(q: QuantizedTensor) -> QuantizedTensor:
-    return from_storage(q.to_storage())
+    return q._over(q.named_buffers())
 
 
 def _same_geometry(q: QuantizedTensor, size: Any, stride: Any, offset: Any = None) -> QuantizedTensor | None:
@@ -204,7 +211,7 @@ def _same_shape(q: QuantizedTensor, size: Any) -> QuantizedTensor | None:
 
 
 def _clone(q: QuantizedTensor, memory_format: Any = None) -> QuantizedTensor:
-    return from_storage(q.to_storage().map(torch.clone))
+    return q._over({name: buffer.clone() for name, buffer in q.named_buffers().items()})
 
 
 def _moved(
@@ -220,8 +227,8 @@ def _moved(
     dtype = dtype or q.dtype
     if not dtype.is_floating_point:
         return None
-    buffers = [b.to(device or b.device, non_blocking=non_blocking, copy=True) for b in q.buffers()]
-    return from_buffers(buffers, tuple(q.shape), dtype, q.quantizer, False)
+    named = q.named_buffers().items()
+    return q._over({n: b.to(device or b.device, non_blocking=non_blocking, copy=True) for n, b in named}, dtype)
 
 
 _KEEPS_FORMAT: dict[Any, Callable[..., QuantizedTensor | None]] = {

@@ -89,6 +89,11 @@ def test_bits_of_three_shards_of_different_sizes(tmp_path: pathlib.Path) -> None
             assert one == {48: "", 80: "3 shards of its 80 rows differ in size: N has to be a multiple of 3"}
 
 
+def test_a_rank_without_tokens(ranks: Ranks) -> None:
+    for codes, bf16 in ranks.run(fp8_bodies.no_tokens):
+        assert torch.equal(codes, bf16) and codes.any()
+
+
 LEFT = {
     "short": "N = 40, K = 32 of this rank: FP8 GEMMs need N and K to be multiples of 16",
     "narrow": "N = 64, K = 24 of this rank: FP8 GEMMs need N and K to be multiples of 16",
@@ -186,8 +191,8 @@ def test_graph_of_a_rank(ranks: Ranks) -> None:
     assert_expected_inline(
         "\n".join(shown),
         """\
-match up.weight: QuantizedTensor(bf16[256, 64]) = input
-match down.weight: QuantizedTensor(bf16[64, 256]) = input
+match up.weight: GatheredQuantizedTensor(bf16[256, 64]) = input
+match down.weight: GatheredQuantizedTensor(bf16[64, 256]) = input
 match layer_norm: (bf16[128, 64], f32[128], f32[128]) = te.layer_norm(x, norm.weight, norm.bias, 1e-05)
 match getattr: f8e4m3[256, 64] = getattr(up.weight, '_data')
 match getattr_1: f32[1] = getattr(up.weight, '_scale_inv')
@@ -228,13 +233,13 @@ def test_graph_of_tensor_parallel_parts(ranks: Ranks) -> None:
     assert_expected_inline(
         "\n".join(shown),
         """\
-match local_1: QuantizedTensor(bf16[16, 32]) = local(parts.0.q.weight, ('S0',))
-match local_3: QuantizedTensor(bf16[16, 32]) = local(parts.0.k.weight, ('S0',))
-match local_5: QuantizedTensor(bf16[16, 32]) = local(parts.0.v.weight, ('S0',))
-match local_7: QuantizedTensor(bf16[32, 16]) = local(parts.0.o.weight, ('S1',))
-match local_9: QuantizedTensor(bf16[32, 32]) = local(parts.1.gate.weight, ('S0',))
-match local_11: QuantizedTensor(bf16[32, 32]) = local(parts.1.up.weight, ('S0',))
-match local_13: QuantizedTensor(bf16[32, 32]) = local(parts.1.down.weight, ('S1',))
+match local_1: GatheredQuantizedTensor(bf16[16, 32]) = local(parts.0.q.weight, ('S0',))
+match local_3: GatheredQuantizedTensor(bf16[16, 32]) = local(parts.0.k.weight, ('S0',))
+match local_5: GatheredQuantizedTensor(bf16[16, 32]) = local(parts.0.v.weight, ('S0',))
+match local_7: GatheredQuantizedTensor(bf16[32, 16]) = local(parts.0.o.weight, ('S1',))
+match local_9: GatheredQuantizedTensor(bf16[32, 32]) = local(parts.1.gate.weight, ('S0',))
+match local_11: GatheredQuantizedTensor(bf16[32, 32]) = local(parts.1.up.weight, ('S0',))
+match local_13: GatheredQuantizedTensor(bf16[32, 32]) = local(parts.1.down.weight, ('S1',))
 forward all_reduce: i32[1] = _c10d_functional.all_reduce
 forward all_gather_into_tensor: u8[8, 12, 32] = _c10d_functional.all_gather_into_tensor
 forward reduce_scatter_tensor: bf16[4, 12, 32] = _c10d_functional.reduce_scatter_tensor
@@ -312,8 +317,9 @@ def test_what_is_refused(ranks: Ranks) -> None:
         assert "layers.0.parts.1.up.weight travels in FP8" in said["a rule"]
         assert "rule 'up' leaves it in the model's precision" in said["a rule"]
         assert "layers.0.parts.1.up.weight travels in FP8" in said["a rule for parts"]
-        for name in ("not compiled", "not compiled parts"):
-            assert "travels in FP8 (fp8_all_gather), and its linear is not compiled" in said[name]
+        for name in ("not compiled", "not compiled parts", "another backend", "a wrapped linear"):
+            assert "travels in FP8 (fp8_all_gather), and its linear is not compiled" in said[name], said[name]
+        assert "layers.0.parts.1.up.weight of [" in said["a wrapped linear"]
         assert "did you mean 'recipe'" in said["option"]
 
 

@@ -196,6 +196,25 @@ def test_a_model_compiled_in_place_is_compiled_afresh_too(net):
     assert net._compiled_call_impl is compiled
 
 
+def test_paths_of_blocks_that_are_compiled_by_themselves(te):
+    """As FSDP2's: what calls them is in no graph. Four run two graphs."""
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Layer() for _ in range(4))
+
+        @torch.compiler.disable(recursive=False)
+        def forward(self, x):
+            return sum(block(x) for block in self.blocks)
+
+    model = Around()
+    for block in model.blocks:
+        block.compile(backend="te", options={"codegen": "eager"})
+    found = explain(model, torch.ones(32, 32))
+    assert sorted((row.module, row.matched) for row in found.linears) == [(f"blocks.{i}.fc", True) for i in range(4)]
+
+
 def test_compiles_afresh_each_time(net):
     assert len(explain(net, torch.ones(4, 8)).reports) == len(explain(net, torch.ones(4, 8)).reports) == 1
 

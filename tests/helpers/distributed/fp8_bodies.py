@@ -116,6 +116,22 @@ def wire(rank: int, recipe: str | Recipe, width: int, count: int = 3) -> dict[st
     return told
 
 
+def no_tokens(rank: int) -> list[Tensor]:
+    """The gradients of a block of which the last rank has no tokens, with FP8 on the wire and in bf16."""
+    found = []
+    for fp8 in (True, False):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        block = Block(64).to(device(), torch.bfloat16)
+        if fp8:
+            fp8_all_gather(block)
+        block.compile(backend="te", fullgraph=True, options={"codegen": "eager"})
+        fully_shard(block, mesh=mesh())
+        block(torch.ones(32 * (rank == 0), 64, dtype=torch.bfloat16, device=device())).sum().backward()
+        found.append(torch.cat([p.grad.full_tensor().flatten() for p in block.parameters()]))
+    return found
+
+
 def inference(rank: int, recipe: str | Recipe, width: int, inference_mode: bool) -> dict[str, Any]:
     """Of a model that does not train: whether its output is that of unsharded weights, and the bytes that it gathers."""
     x, told = torch.randn(128, width, generator=torch.Generator().manual_seed(0)).to(device(), torch.bfloat16), {}
@@ -477,6 +493,9 @@ def stale(rank: int) -> list[tuple[float, float]]:
         by_load,
         by_inductor,
         lambda amax: nn.init.constant_(linear.weight, amax),
+        lambda amax: linear.weight.to_local()[0].fill_(amax),
+        lambda amax: linear.weight.to_local().t()[3, 5].fill_(amax),
+        lambda amax: linear.weight[:, 3].fill_(amax),
     ]
     scales = []
     for i, write in enumerate(ways):
@@ -591,6 +610,8 @@ def refused(rank: int) -> dict[str, str]:
         "another recipe": lambda: _forward(rank, _with_options({"recipe": "float8_block_scaling"})),
         "a rule": lambda: _forward(rank, _with_options({"rules": [("up", None)]})),
         "not compiled": lambda: _forward(rank, _with_options(None)),
+        "another backend": lambda: _forward(rank, _with_options(None, backend="aot_eager")),
+        "a wrapped linear": lambda: _forward(rank, _with_options({}, wrapped="parts.1.up")),
         "not compiled parts": lambda: _forward(rank, _with_options(None, 2), 2),
         "a rule for parts": lambda: _forward(rank, _with_options({"rules": [("up", None)]}, 2), 2),
         "option": lambda: fp8_all_gather(model(), options={"recpie": None}),
@@ -606,13 +627,19 @@ def refused(rank: int) -> dict[str, str]:
     return said
 
 
-def _with_options(options: dict[str, Any] | None, tensor: int = 1) -> nn.Module:
-    """Compiled with other options than its weights travel with."""
+def _with_options(
+    options: dict[str, Any] | None, tensor: int = 1, backend: str | None = None, wrapped: str = ""
+) -> nn.Module:
+    """Compiled with other options than its weights travel with. wrapped: a linear of each block that is a group of its own."""
     shared, ranks = _parallel(torch.float32, tensor)
     fp8_all_gather(shared, options={"rules": RULES})
     for layer in shared.layers:
         if options is not None:
             layer.compile(backend="te", options={"codegen": "eager", **options})
+        elif backend:
+            layer.compile(backend=backend)
+        if wrapped:
+            fully_shard(layer.get_submodule(wrapped), mesh=ranks)
         fully_shard(layer, mesh=ranks)
     return fully_shard(shared, mesh=ranks)
 

@@ -289,20 +289,25 @@ def _shape_reason(x: fx.Node, weight: fx.Node, bias: fx.Node | None, recipe: Rec
         return f"its bias has shape {list(tensor_of(bias).shape)}; expected [{n}]"
     if reason := alignment_reason(n, k, recipe):
         return reason
-    if any(fixed(size) == 0 for size in tensor_of(x).shape[:-1]):
+    if any(fixed(size) == 0 for size in tensor_of(x).shape[:-1]) and not _only_fp8(weight):
         return "its input has no rows"
     return ""
 
 
+def _only_fp8(weight: fx.Node) -> bool:
+    """Whether there is nothing but codes: a rank that has no tokens multiplies nothing by them too."""
+    return is_dropped(weight) or quantized_of(weight) is not None
+
+
 def _fp32_reason(node: fx.Node, product: Product) -> str:
     """`kept_in_fp32` of a linear; "" where nothing but FP8 can multiply by its weight."""
-    only_fp8 = is_dropped(product.weight) or quantized_of(product.weight) is not None
+    only_fp8 = _only_fp8(product.weight)
     return "" if only_fp8 else kept_in_fp32(node, product.x, product.weight)
 
 
 def _cost_reason(node: fx.Node, product: Product, recipe: Recipe) -> str:
     """Why FP8 would be slower than what the user wrote; "" where it is faster, and where nobody knows."""
-    if not _has_times(node, product) or is_dropped(product.weight) or quantized_of(product.weight) is not None:
+    if not _has_times(node, product) or _only_fp8(product.weight):
         return ""
     return linear_cost_reason(**_costs(node, product, recipe)) or (
         "" if is_kept(product.weight) else waiting_for_cpu.get()
