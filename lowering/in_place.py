@@ -7,6 +7,7 @@ if nothing reads it later.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,7 @@ def sum_fits_addend(node: Node) -> bool:
     )
 
 
+@functools.cache  # a trace is shared by nodes of one launcher
 def _runs_gradients(over_dy: bool, over_up: bool) -> Callable[..., list[torch.Tensor]]:
     return lambda *arguments: [*run_gated_backward(*arguments, over_dy, over_up)]
 

@@ -62,7 +62,7 @@ def _key(node: Node, leaves: list[Any], spec: Any, hint: Node | None) -> Any:
     tensors = tuple(
         (inputs.index(leaf), _described(leaf.meta["val"])) if isinstance(leaf, Node) else None for leaf in leaves
     )
-    how = _known_amaxes(node), launches_in_place(node) is not None, hint is not None
+    how = _known_amaxes(node), launches_in_place(node), hint is not None
     key = (node.target, how, spec, constants, tensors)
     try:
         hash(key)

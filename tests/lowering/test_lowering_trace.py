@@ -12,6 +12,7 @@ from torch import fx
 from te_dynamo.errors import LoweringError
 from te_dynamo.lowering import trace
 from te_dynamo.lowering.lower import lower
+from te_dynamo.passes.dialect.graph import getitem_after
 from te_dynamo.quantized.quantizers import Float8CurrentScalingQuantizer
 from te_dynamo.testing import graph_text
 
@@ -41,6 +42,20 @@ def test_equal_operations_are_traced_once(traced: list[fx.Node]) -> None:
     assert text.count("= triton.quantize_amax_kernel") == text.count("= triton.quantize_cast_kernel") == 3
     launches = [node for node in graph.nodes if "quantize_cast" in graph_text_of(node, graph)]
     assert len({node.kwargs["kwargs"]["x"] for node in launches}) == 3
+
+
+def test_launches_that_overwrite_other_arguments_are_traced_apart(traced: list[fx.Node]) -> None:
+    graph, results = fx.Graph(), list[fx.Node]()
+    given = [graph.placeholder(name) for name in "abc"]
+    for x in given:
+        x.meta["val"] = torch.empty(*SHAPE, dtype=torch.bfloat16, device="cuda")
+    for place in (0, 2):
+        own = call(graph, te.activation.default, given[0], "gelu")
+        node = call(graph, te.gated_backward.default, *given[:place], own, *given[place + 1 :], "silu")
+        results += [getitem_after(node, index) for index in range(2)]
+    graph.output(tuple(results))
+    lower(graph)
+    assert [node.target for node in traced].count(te.gated_backward.default) == 2
 
 
 def graph_text_of(node: fx.Node, graph: fx.Graph) -> str:
