@@ -40,7 +40,7 @@ def _merge_equal(graph: Graph) -> int:
         except TypeError:  # an unhashable argument
             continue
         merges = is_te(node.target) or node.target in _VIEWS or node.target is operator.getitem
-        if original is not node and merges and not _returned(original) & _returned(node):
+        if original is not node and merges and not _conflict(original, node):
             _agree_on_recomputation(original, node)
             node.replace_all_uses_with(original)
             graph.erase_node(node)
@@ -48,12 +48,18 @@ def _merge_equal(graph: Graph) -> int:
     return merged
 
 
+def _conflict(one: Node, other: Node) -> bool:
+    """Whether the graph returns a result that would be the other's too: the caller may write it, where backward saves the other, and autograd
+    adds to a first gradient in place. A view or an item of one tensor is that tensor already."""
+    values, others = _returned(one), _returned(other)
+    return bool(values | others if is_te(one.target) and None in values | others else values & others)
+
+
 def _returned(node: Node) -> set[Any]:
-    """Which of a node's results the graph returns, by their indices: merged, two would be one tensor. The caller may write one, and
-    autograd adds to a first gradient in place."""
-    if isinstance(node.meta["val"], torch.Tensor):
+    """Which of a node's results the graph returns: the indices of items, None of a tensor."""
+    if isinstance(node.meta.get("val"), torch.Tensor):
         return {None} if is_returned(node) else set()
-    return {user.args[1] for user in node.users if is_returned(user)}
+    return {user.args[1] for user in node.users if user.target is operator.getitem and is_returned(user)}
 
 
 def _is_pure(node: Node) -> bool:

@@ -183,6 +183,11 @@ class GatheredQuantizedTensor(QuantizedTensor):
     ) -> GatheredQuantizedTensor:
         return GatheredQuantizedTensor({name[1:]: buffer for name, buffer in inner.items()}, tuple(shape), **metadata)
 
+    @classmethod
+    @torch.compiler.disable  # else Dynamo compiles this where it has left the caller, in graphs of its own
+    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__torch_dispatch__(*args, **kwargs)
+
     def _over(self, buffers: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
         tensor = super()._over(buffers, dtype)
         tensor.path = self.path  # type: ignore[attr-defined]

@@ -27,12 +27,13 @@ from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_
 from te_dynamo.inspect.graphs.capture import Captured, capture
 from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
 from te_dynamo.inspect.tables import text_of
-from te_dynamo.inspect.target import not_in_place, options_and_mode, tensors_in, unchanged, unwrap
+from te_dynamo.inspect.target import holder_of, not_in_place, options_and_mode, tensors_in, unchanged, unwrap
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.options import UNSET, Options, names_near_keywords
 from te_dynamo.rates import published, rates_of
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord, Report, WorkspaceRecord, coverage
+from te_dynamo.user_code import clean_path
 from te_dynamo.weights.checkpoint.record import stored_of
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
@@ -355,17 +356,30 @@ def _matrix_flops(target: Any, args: Any, kwargs: Any) -> MatrixFlops | None:
 
 def _begin_in(target: Any, reports: Sequence[Report]) -> None:
     """Paths of a block that is compiled by itself begin in the block, as where FSDP2 wraps it: from here on in the target. Dynamo may run
-    its graph for other such blocks of its class."""
-    paths = {module: path for path, module in target.named_modules()} if isinstance(target, nn.Module) else {}
+    its graph for other such blocks."""
+    modules = dict(target.named_modules()) if isinstance(target, nn.Module) else {}
+    paths = {module: clean_path(path) for path, module in modules.items()}
+    backends: dict[nn.Module, Any] = {}
+    for module in modules.values():
+        if (holder := holder_of(module)) is not None:
+            backends[getattr(module, "_orig_mod", module)] = holder._torchdynamo_orig_backend
     for report in reports:
         block = report.model() if report.model else None
         if block is None or not paths.get(block):
             continue
-        alike = [p for m, p in paths.items() if type(m) is type(block) and m._compiled_call_impl and m is not block]
+        given = backends.get(block)
+        alike = [
+            paths[m] for m, backend in backends.items() if m is not block and backend == given and _alike(m, block)
+        ]
         for match in report.matches:
             own = (match.module, *match.shared)
             match.module, *shared = (f"{at}.{p}".rstrip(".") for at in (paths[block], *alike) for p in own)
             match.shared = tuple(shared)
+
+
+def _alike(one: nn.Module, other: nn.Module) -> bool:
+    forms = [[(n, p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters()] for m in (one, other)]
+    return type(one) is type(other) and forms[0] == forms[1]
 
 
 def _name_stored(target: Any, linears: Sequence[MatchRecord]) -> None:

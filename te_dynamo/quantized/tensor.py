@@ -137,11 +137,18 @@ class QuantizedTensor(torch.Tensor):
     def _stable_hash_for_caching(self) -> str:
         """The key in torch's compile caches. torch's own has the quantizer's type only, and nothing of our sources."""
         layout = [(name, str(tuple(b.shape)), b.dtype, str(b.stride())) for name, b in self.named_buffers().items()]
-        parts = (str(tuple(self.shape)), self.dtype, self.device, self.requires_grad, self.quantizer, layout)
+        parts = (
+            type(self).__qualname__,
+            str(tuple(self.shape)),
+            self.dtype,
+            self.device,
+            self.requires_grad,
+            self.quantizer,
+            layout,
+        )
         return f"{sources_digest()} {parts!r}"
 
     @classmethod
-    @torch.compiler.disable  # else Dynamo compiles this where it has left the caller, in graphs of its own
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

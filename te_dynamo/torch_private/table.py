@@ -204,7 +204,7 @@ TABLE = (
     Private("torch._dynamo.eval_frame.DisableContext()._torchdynamo_disable", _EXPLAIN,
             "what torch.compiler.disable wraps",
             needs=("torch.nn.Module()._torchdynamo_orig_callable",)),
-    Private("torch._dynamo.convert_frame.ConvertFrame()._torchdynamo_orig_backend", "te_dynamo/inspect/target.py, te_dynamo/entry.py",
+    Private("torch._dynamo.convert_frame.ConvertFrame()._torchdynamo_orig_backend", "te_dynamo/inspect, te_dynamo/entry.py",
             "which backend and options a compiled model has; te_dynamo.set_recipe puts another there"),
     Private("torch.fx.Node()._dynamo_source", "te_dynamo, passes",
             "which of the user's tensors an input of a graph is"),

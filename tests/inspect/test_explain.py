@@ -197,22 +197,28 @@ def test_a_model_compiled_in_place_is_compiled_afresh_too(net):
 
 
 def test_paths_of_blocks_that_are_compiled_by_themselves(te):
-    """As FSDP2's: what calls them is in no graph. Four run two graphs."""
+    """As FSDP2's: what calls them is in no graph. Those alike run few graphs; another backend's, and those with other options, have rows of
+    their own."""
 
     class Around(nn.Module):
         def __init__(self):
             super().__init__()
-            self.blocks = nn.ModuleList(Layer() for _ in range(4))
+            self.blocks = nn.ModuleList(Layer() for _ in range(6))
+            self.wrapped = torch.compile(Layer(), backend="te", options={"codegen": "eager"})
 
         @torch.compiler.disable(recursive=False)
         def forward(self, x):
-            return sum(block(x) for block in self.blocks)
+            return sum(block(x) for block in (*self.blocks, self.wrapped))
 
     model = Around()
-    for block in model.blocks:
+    for block in model.blocks[:4]:
         block.compile(backend="te", options={"codegen": "eager"})
+    model.blocks[4].compile(backend="eager")
+    model.blocks[5].compile(backend="te", options={"codegen": "eager", "rules": [("fc", None)]})
     found = explain(model, torch.ones(32, 32))
-    assert sorted((row.module, row.matched) for row in found.linears) == [(f"blocks.{i}.fc", True) for i in range(4)]
+    taken = [*(f"blocks.{i}.fc" for i in range(4)), "wrapped.fc"]
+    assert sorted(row.module for row in found.linears if row.matched) == taken
+    assert {row.module for row in found.linears if not row.matched} == {"blocks.4.fc", "blocks.5.fc"}
 
 
 def test_compiles_afresh_each_time(net):

@@ -100,7 +100,7 @@ def match(
     ):
         matcher = Matcher(options, linears_only)
         with cpu_known(gm, options, matcher.recipe_for, example_inputs, report):
-            records = matcher.match(gm, outside=_forward_mode())
+            records = matcher.match(gm, outside=_forward_mode(gm))
         for record in records:
             record.shared = also_run_at(record.module)
         report.matches.extend(records)
@@ -109,11 +109,12 @@ def match(
             report.fusions.extend(fused_operations(module.graph))
 
 
-def _forward_mode() -> str:
-    """Why nothing is rewritten where the model is called with tangents, which te operations would lose; "" elsewhere."""
+def _forward_mode(gm: fx.GraphModule) -> str:
+    """Why nothing is rewritten where the model is called with tangents, or makes them: te operations would lose them. "" elsewhere."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import GlobalStateSource
 
     if traced_code():  # Dynamo compiles anew inside of it, and outside
         install_guard(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
-    return "inside torch.autograd.forward_ad.dual_level" if forward_ad._current_level >= 0 else ""
+    within = any(getattr(node.target, "__name__", "") == "_enter_dual_level" for node in gm.graph.nodes)
+    return "inside torch.autograd.forward_ad.dual_level" if within or forward_ad._current_level >= 0 else ""

@@ -201,6 +201,18 @@ def test_forward_mode_is_left_also_after_a_call_without():
     assert compiled.reasons() == ["", "inside torch.autograd.forward_ad.dual_level"]
 
 
+def test_forward_mode_inside_of_the_model_is_left():
+    linear, x = nn.Linear(32, 16).requires_grad_(False), torch.randn(4, 32)
+
+    def tangent_of(x):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(linear(forward_ad.make_dual(x, x)))[1]
+
+    compiled = Matched(tangent_of)
+    assert torch.equal(compiled(x), tangent_of(x))
+    assert compiled.reasons() == ["inside torch.autograd.forward_ad.dual_level"]
+
+
 def test_rules_and_no_recipe():
     compiled = Matched(MLP(), rules=[("down", None)])
     compiled(torch.randn(4, 32))

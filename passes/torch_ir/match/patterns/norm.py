@@ -143,7 +143,8 @@ def replace_norm(norm: Norm) -> MatchRecord:
         options.append(dtype)
     with graph.inserting_before(last):
         new = emit_getitem(graph, emit(graph, op, (norm.x, *norm.weights, number(eps), *options), last), 0)
-        others = [emit_method(graph, "clone", (new,), last) if _stay_apart(casts) else new for _ in results[1:]]
+        apart = len(casts) > 1 and _stay_apart(casts)
+        others = [emit_method(graph, "clone", (new,), last) if apart else new for _ in results[1:]]
     matched = record(norm.kind, results[0])
     for result, value in zip(results, (new, *others), strict=True):
         replace(result, value)
