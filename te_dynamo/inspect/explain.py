@@ -359,10 +359,10 @@ def _begin_in(target: Any, reports: Sequence[Report]) -> None:
     its graph for other such blocks."""
     modules = dict(target.named_modules()) if isinstance(target, nn.Module) else {}
     paths = {module: clean_path(path) for path, module in modules.items()}
-    backends: dict[nn.Module, Any] = {}
+    backends: dict[Any, Any] = {}
     for module in modules.values():
         if (holder := holder_of(module)) is not None:
-            backends[getattr(module, "_orig_mod", module)] = holder._torchdynamo_orig_backend
+            backends[unwrap(module)[0]] = holder._torchdynamo_orig_backend
     for report in reports:
         block = report.model() if report.model else None
         if block is None or not paths.get(block):
