@@ -138,10 +138,11 @@ def _weight(place: Place, form: Form, options: Options | None) -> _Weight:
         )
     noted, shape = stored_of(module, name), tuple(place.tensor.shape)
     if isinstance(place.tensor, QuantizedTensor):
-        if noted is not None and noted.form == form.method:
+        if noted is not None and noted.form == form.method and noted.is_of(place.tensor, form):
             return _Weight(place, noted)
         if options is None:
-            raise CheckpointError(f"{place.names[0]!r} is quantized, and was not in the file: form= names one to write")
+            since = "was not in the file" if noted is None else "was exchanged since"
+            raise CheckpointError(f"{place.names[0]!r} is quantized, and {since}: form= names one to write")
         return _Weight(place, form.new(path, name, place.tensor.quantizer, shape))
     if options is None and noted is not None:
         raise CheckpointError(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.weights.checkpoint_files import FILES, K, net, write
+from helpers.weights.checkpoint_files import FILES, K, N, net, write
 from torch import Tensor, nn
 
 import te_dynamo
@@ -113,6 +113,48 @@ def test_another_form_has_the_same_values(tmp_path: Path) -> None:
         for weight in meant:
             one, other = (each.get_parameter(weight).dequantize().float() for each in (model, again))
             torch.testing.assert_close(one, other, rtol=0 if "nvfp4" not in name else 2**-8, atol=0)
+
+
+EXCHANGED = {
+    "ct nvfp4": te_dynamo.NVFP4Quantizer(),
+    "modelopt nvfp4": te_dynamo.NVFP4Quantizer(columnwise=False),
+    "ct row": te_dynamo.Float8RowwiseQuantizer(columnwise=False),  # scales of bf16 in the file
+    "modelopt row": te_dynamo.MXFP8Quantizer(columnwise=False),
+    "modelopt": te_dynamo.Float8RowwiseQuantizer(columnwise=False),
+    "ct mxfp4": te_dynamo.MXFP8Quantizer(columnwise=False),
+    "fp8": te_dynamo.Float8BlockQuantizer(columnwise=False, block_dims=2),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_a_weight_that_was_exchanged(name: str, tmp_path: Path) -> None:
+    """It is refused without a form, and goes out in its own format and scales with one."""
+    tensors, _ = FILES[name].tensors()
+    model = te_dynamo.load_quantized(net(), tensors, FILES[name].config)
+    new = EXCHANGED[name].quantize(torch.randn(N, K).bfloat16() * 100)
+    model.mlp[0].weight = nn.Parameter(new, requires_grad=False)
+    with pytest.raises(CheckpointError, match=r"'mlp.0.weight' is quantized, and was exchanged since: form= names one"):
+        te_dynamo.save_checkpoint(model, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    form = FILES[name].config["quant_method"]
+    te_dynamo.save_checkpoint(model, tmp_path / "b", form)
+    again = te_dynamo.load_checkpoint(net(), tmp_path / "b").mlp[0].weight.dequantize()
+    torch.testing.assert_close(again, new.dequantize(), rtol=2**-7 if "nvfp4" in name else 0, atol=0)
+
+
+def test_weights_of_another_file_in_the_place_of_the_first(tmp_path: Path) -> None:
+    for name in ("modelopt row", "modelopt nvfp4"):
+        tensors, _ = FILES[name].tensors()
+        one, other = (te_dynamo.load_quantized(net(), tensors, FILES[name].config) for _ in range(2))
+        one.load_state_dict(other.state_dict(), assign=True)
+        te_dynamo.save_checkpoint(one, tmp_path / name)
+        assert_same_files(tmp_path / name, write(tmp_path / f"{name} file", FILES[name], tensors))
+        tensors |= {key: t * 2 for key, t in tensors.items() if key.endswith("weight_scale_2")}
+        if name == "modelopt nvfp4":
+            other = te_dynamo.load_quantized(net(), tensors, FILES[name].config)
+            one.load_state_dict(other.state_dict(), assign=True)
+            with pytest.raises(CheckpointError, match="'mlp.0.weight' is quantized, and was exchanged since"):
+                te_dynamo.save_checkpoint(one, tmp_path / "other")
 
 
 def test_rules_leave_linears_and_the_configuration_says_so(tmp_path: Path) -> None:
