@@ -70,7 +70,7 @@ def save_checkpoint(
     if form is not None:
         beside = {"config.json": {**_config_of(model, record), "quantization_config": _configuration(weights, target)}}
     read = record if form is None else Record()
-    tensors = dict(entry for weight in weights for entry in _tensors(weight, target, read))
+    tensors = _tensors(weights, target, read)
     folder.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
         write_files(folder, tensors, read.metadata, shard_bytes)
@@ -105,6 +105,8 @@ class _Weight:
     def part(self, role: str, form: Form) -> Tensor:
         """Its codes, or one of its scales."""
         assert self.stored is not None
+        if (name := self.stored.names[role]) in self.stored.kept:
+            return self.stored.kept[name].clone()
         part = self.stored.write(self.held())[role]
         return form.factor(part) if role == "tensor_scale" else part
 
@@ -138,10 +140,12 @@ def _weight(place: Place, form: Form, options: Options | None) -> _Weight:
         )
     noted, shape = stored_of(module, name), tuple(place.tensor.shape)
     if isinstance(place.tensor, QuantizedTensor):
-        if noted is not None and noted.form == form.method and noted.is_of(place.tensor, form):
-            return _Weight(place, noted)
+        if noted is not None and noted.form == form.method:
+            here = any(noted.names.items() <= names.items() for names in form.spelt(path, name))
+            if here and noted.is_of(place.tensor, form):
+                return _Weight(place, noted)
         if options is None:
-            since = "was not in the file" if noted is None else "was exchanged since"
+            since = "was not in the file" if noted is None else "was exchanged or moved since"
             raise CheckpointError(f"{place.names[0]!r} is quantized, and {since}: form= names one to write")
         return _Weight(place, form.new(path, name, place.tensor.quantizer, shape))
     if options is None and noted is not None:
@@ -182,8 +186,24 @@ def _config_of(model: nn.Module, record: Record) -> dict[str, Any]:
     return {**json.loads(config.to_json_string()), "architectures": [type(model).__name__]}
 
 
-def _tensors(weight: _Weight, form: Form, record: Record) -> Iterator[tuple[str, Written]]:
-    """What the files have of it, by name."""
+def _tensors(weights: Sequence[_Weight], form: Form, record: Record) -> dict[str, Written]:
+    """What the files have, by name. Raises CheckpointError for a name that two tensors would have."""
+    tensors: dict[str, Written] = {}
+    for name, written in (entry for weight in weights for entry in _entries(weight, form, record)):
+        if name in tensors:
+            raise CheckpointError(
+                f"save_checkpoint: {name!r} is of two tensors in this form: rename the parameter, or name another"
+            )
+        tensors[name] = written
+    for stored in (weight.stored for weight in weights if weight.stored is not None):
+        for name in stored.beside():  # weights of one module share them
+            kept = stored.kept[name]
+            tensors.setdefault(name, (kept.to("meta"), functools.partial(torch.clone, kept)))
+    return tensors
+
+
+def _entries(weight: _Weight, form: Form, record: Record) -> Iterator[tuple[str, Written]]:
+    """(name, tensor) of a weight: its values, or its parts."""
     place, stored = weight.place, weight.stored
     if stored is None:
         name = next((name for name in place.names if name in record.dtypes), place.names[0])
@@ -192,5 +212,3 @@ def _tensors(weight: _Weight, form: Form, record: Record) -> Iterator[tuple[str,
         return
     for role, name in stored.names.items():
         yield name, (stored.like[role], functools.partial(weight.part, role, form))
-    for name, kept in stored.kept.items():
-        yield name, (kept.to("meta"), functools.partial(torch.clone, kept))

@@ -133,7 +133,9 @@ def test_a_weight_that_was_exchanged(name: str, tmp_path: Path) -> None:
     model = te_dynamo.load_quantized(net(), tensors, FILES[name].config)
     new = EXCHANGED[name].quantize(torch.randn(N, K).bfloat16() * 100)
     model.mlp[0].weight = nn.Parameter(new, requires_grad=False)
-    with pytest.raises(CheckpointError, match=r"'mlp.0.weight' is quantized, and was exchanged since: form= names one"):
+    with pytest.raises(
+        CheckpointError, match=r"'mlp.0.weight' is quantized, and was exchanged or moved since: form= names one"
+    ):
         te_dynamo.save_checkpoint(model, tmp_path / "a")
     assert not (tmp_path / "a").exists()
     form = FILES[name].config["quant_method"]
@@ -153,8 +155,41 @@ def test_weights_of_another_file_in_the_place_of_the_first(tmp_path: Path) -> No
         if name == "modelopt nvfp4":
             other = te_dynamo.load_quantized(net(), tensors, FILES[name].config)
             one.load_state_dict(other.state_dict(), assign=True)
-            with pytest.raises(CheckpointError, match="'mlp.0.weight' is quantized, and was exchanged since"):
+            with pytest.raises(CheckpointError, match=r"'mlp.0.weight' is quantized, and was exchanged or moved since"):
                 te_dynamo.save_checkpoint(one, tmp_path / "other")
+
+
+def _layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64, bias=False)) for _ in "ab"))
+
+
+@pytest.mark.parametrize("change", ["exchanged", "copied", "wrapped"])
+def test_layers_that_were_moved(change: str, tmp_path: Path) -> None:
+    """Names are those of where a weight is now."""
+    te_dynamo.save_checkpoint(_layers(), tmp_path / "a", "modelopt")
+    one, other = te_dynamo.load_checkpoint(_layers(), tmp_path / "a")
+    wanted = {
+        "exchanged": lambda: nn.Sequential(other, one),
+        "copied": lambda: nn.Sequential(one, copy.deepcopy(one)),
+        "wrapped": lambda: nn.Sequential(nn.Sequential(one), other),
+    }[change]()
+    te_dynamo.save_checkpoint(wanted, tmp_path / "b", "modelopt")
+    loaded = _layers() if change != "wrapped" else nn.Sequential(nn.Sequential(_layers()[0]), _layers()[1])
+    te_dynamo.load_checkpoint(loaded, tmp_path / "b")
+    for name, tensor in wanted.named_parameters():
+        assert torch.equal(loaded.get_parameter(name).dequantize(), tensor.dequantize()), name
+    model = te_dynamo.load_checkpoint(_layers(), tmp_path / "a")
+    model[0], model[1] = model[1], model[0]
+    with pytest.raises(CheckpointError, match=r"'0.1.weight' is quantized, and was exchanged or moved since"):
+        te_dynamo.save_checkpoint(model, tmp_path / "c")
+
+
+def test_two_tensors_of_one_name(tmp_path: Path) -> None:
+    model = net()
+    model.mlp[0].weight_scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(CheckpointError, match=r"'mlp.0.weight_scale' is of two tensors in this form"):
+        te_dynamo.save_checkpoint(model, tmp_path / "a", "modelopt")
+    te_dynamo.save_checkpoint(model, tmp_path / "a", "fp8")
 
 
 def test_rules_leave_linears_and_the_configuration_says_so(tmp_path: Path) -> None:
@@ -197,7 +232,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused(net(), "'torchao' is written with no format", "torchao")
     refused(net(), "no linear of the model has a recipe", "fp8", recipe=None)
     model = te_dynamo.load_checkpoint(net(), write(tmp_path / "file", FILES["fp8"]))
-    refused(nn.Sequential(model), "'0.norm.weight' was not in the file: form= names one to write")
+    model.more = nn.Parameter(torch.ones(1))
+    refused(model, "'more' was not in the file: form= names one to write")
+    del model.more
+    refused(nn.Sequential(model), "'0.mlp.0.weight' is quantized, and was exchanged or moved since")
     model.mlp[0].weight = nn.Parameter(model.mlp[0].weight.dequantize())
     refused(model, "'mlp.0.weight' was quantized in the file, and is not any more")
     with pytest.raises(CheckpointError, match="has a checkpoint already"):
