@@ -20,7 +20,7 @@ from te_dynamo.weights.checkpoint.record import note_stored
 INITIALIZER = "_init_weights"
 """The method by which a model of transformers makes what a module has at first: it computes buffers of its configuration again."""
 
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer, QuantizedTensor)
+PLAIN = (Tensor, nn.Parameter, nn.Buffer, QuantizedTensor)
 
 
 @dataclasses.dataclass
@@ -117,7 +117,7 @@ def _entry(
     """What the file has for a place under the name of one owner: a quantized weight, the name of a tensor, or nothing."""
     module, name, path = owner
     full = f"{path}.{name}".removeprefix(".")
-    if type(place.tensor) not in _PLAIN:
+    if type(place.tensor) not in PLAIN:
         raise CheckpointError(
             f"{full!r} is a {type(place.tensor).__name__}: load the file before the model is wrapped or sharded"
         )

@@ -19,11 +19,11 @@ from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor import QuantizedTensor, from_storage
 from te_dynamo.recipe import Recipe
 from te_dynamo.weights.cache import dequantized, kept_storage
-from te_dynamo.weights.checkpoint.files import Written, write_files
+from te_dynamo.weights.checkpoint.files import NAMES, Written, write_files
 from te_dynamo.weights.checkpoint.form import Form, Stored
 from te_dynamo.weights.checkpoint.forms import form_named, form_of
 from te_dynamo.weights.checkpoint.kinds import KINDS
-from te_dynamo.weights.checkpoint.plan import Place, places
+from te_dynamo.weights.checkpoint.plan import PLAIN, Place, places
 from te_dynamo.weights.checkpoint.record import Record, record_of, stored_of
 from te_dynamo.weights.frozen import FROZEN, is_dropped, values_of
 
@@ -46,7 +46,7 @@ def save_checkpoint(
     shard_bytes: the most bytes a file has.
 
     Raises CheckpointError for a folder that has a checkpoint already, a model that came from no file without `form`, a weight from a file that
-    was exchanged since, and a recipe whose format the form does not have.
+    was exchanged or moved since, a tensor of another class (a DTensor) or dtype than files have, and a recipe whose format the form does not have.
     """
     if not isinstance(shard_bytes, int) or shard_bytes < 1:
         raise InvalidOptionError(f"save_checkpoint: shard_bytes is a number of bytes, got {shard_bytes!r}")
@@ -137,6 +137,11 @@ def _weight(place: Place, form: Form, options: Options | None) -> _Weight:
     if place.tensor.is_meta:
         raise CheckpointError(
             f"save_checkpoint: {place.names[0]!r} is on meta and has no values: load or make them first"
+        )
+    made = type(place.tensor)
+    if made not in PLAIN or place.tensor.dtype not in NAMES or place.tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"save_checkpoint: {place.names[0]!r} is a {made.__name__} of {place.tensor.dtype}, which no file has: gather or convert it first"
         )
     noted, shape = stored_of(module, name), tuple(place.tensor.shape)
     if isinstance(place.tensor, QuantizedTensor):

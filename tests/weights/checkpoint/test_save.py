@@ -192,6 +192,42 @@ def test_two_tensors_of_one_name(tmp_path: Path) -> None:
     te_dynamo.save_checkpoint(model, tmp_path / "a", "fp8")
 
 
+class Wrapped(nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (Wrapped(torch.ones(2)), "'more' is a Wrapped of torch.float32, which no file has: gather or convert it first"),
+        (torch.ones(2, dtype=torch.complex64), "'more' is a Tensor of torch.complex64, which no file has"),
+        (torch.ones(2).to_sparse(), "'more' is a Tensor of torch.float32, which no file has"),
+    ],
+)
+def test_tensors_that_no_file_has(tensor: Tensor, message: str, tmp_path: Path) -> None:
+    """A DTensor is a class of its own: its values lie nowhere that the file could be written from."""
+    model = net()
+    model.register_parameter("more", tensor) if isinstance(tensor, Wrapped) else model.register_buffer("more", tensor)
+    with pytest.raises(CheckpointError, match=message):
+        te_dynamo.save_checkpoint(model, tmp_path / "a", "fp8")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_file_that_was_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it stays, and the next attempt has the folder."""
+    from te_dynamo.weights.checkpoint import save
+
+    def full(tensor: Tensor) -> Tensor:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        patch.setattr(save, "values_of", full)
+        te_dynamo.save_checkpoint(net(), tmp_path, "fp8", shard_bytes=1000)
+    assert list(tmp_path.iterdir()) == []
+    te_dynamo.save_checkpoint(net(), tmp_path, "fp8")
+    te_dynamo.load_checkpoint(net(), tmp_path)
+
+
 def test_rules_leave_linears_and_the_configuration_says_so(tmp_path: Path) -> None:
     for form, key in (("fp8", "modules_to_not_convert"), ("compressed-tensors", "ignore"), ("modelopt", "ignore")):
         te_dynamo.save_checkpoint(net(), tmp_path / form, form, rules=[("mlp.0", None)])
