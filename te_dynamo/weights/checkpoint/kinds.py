@@ -159,7 +159,7 @@ class Kind:
         for role, buffer in zip(_ROLES, stored.with_usage(not transposed, transposed).buffers(), strict=False):
             lines, of = self._lines(role, shape, transposed), like[role]
             if role == "tensor_scale":
-                buffer = buffer / NVFP4_RANGE
+                buffer = torch.where(buffer == 0, 1, buffer / NVFP4_RANGE)  # all codes are zero, and no factor may be
             elif transposed:
                 columns = shape[-1]
                 buffer = buffer[:lines, :columns].reshape(*shape[:-2], -1, columns).mT.contiguous()

@@ -104,6 +104,17 @@ def test_a_model_goes_out_with_the_codes_of_its_forward(form: str, recipe: objec
     assert_same_files(tmp_path / "a", tmp_path / "b")
 
 
+@pytest.mark.parametrize(("form", "recipe"), WRITTEN, ids=_name)
+def test_a_weight_of_zeros(form: str, recipe: object, tmp_path: Path) -> None:
+    model = net()
+    nn.init.zeros_(model.mlp[0].weight)
+    te_dynamo.save_checkpoint(model, tmp_path / "a", form, recipe=recipe)
+    loaded = te_dynamo.load_checkpoint(net(), tmp_path / "a")
+    assert not loaded.mlp[0].weight.dequantize().any()
+    te_dynamo.save_checkpoint(loaded, tmp_path / "b")
+    assert_same_files(tmp_path / "a", tmp_path / "b")
+
+
 def test_another_form_has_the_same_values(tmp_path: Path) -> None:
     for name, form in (("fp8", "compressed-tensors"), ("ct nvfp4", "modelopt"), ("modelopt row", "compressed-tensors")):
         tensors, meant = FILES[name].tensors()
