@@ -156,6 +156,10 @@ def _entry(
             )
     if full not in metas:
         return None
+    if place.is_parameter and place.tensor.is_floating_point() and metas[full].dtype.itemsize == 1:
+        raise CheckpointError(
+            f"{full!r} is {metas[full].dtype} in the file: codes are read of two dimensions or more, convert it"
+        )
     if tuple(metas[full].shape) != shape:
         raise CheckpointError(f"{full!r} is {list(metas[full].shape)} in the file and {list(shape)} in the model")
     return full
