@@ -143,7 +143,7 @@ class Kind:
             decoded(scale) if torch.float32 in self.scales else scale.view(torch.uint8),
         ]
         if transposed:
-            buffers = [buffer.mT for buffer in buffers]
+            buffers = [buffer.mT.contiguous() for buffer in buffers]
         if "tensor_scale" in parts:
             buffers.append(parts["tensor_scale"] * NVFP4_RANGE)
         described = quantizer._describe_buffers(shape).items()

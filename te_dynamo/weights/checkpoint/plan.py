@@ -135,7 +135,8 @@ def _entry(
                     role: metas[of] for role, of in names.items() if of in metas and role in KINDS[kind].like(shape)
                 }
                 turned = (*shape[:-2], shape[-1], shape[-2])
-                transposed = form.transposes and list(there["scale"].shape) == list(KINDS[kind].scale_shape(turned))
+                transposed = form.transposes and len(shape) == 3
+                transposed &= list(there["scale"].shape) == list(KINDS[kind].scale_shape(turned))
                 KINDS[kind].check(there, names, turned if transposed else shape)
                 powers = there["scale"].dtype.itemsize == 1
                 kept: Any = dict.fromkeys(of for of in form.names_beside(path, name) if of in metas)
