@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +39,7 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class _Place(NamedTuple):
@@ -148,7 +150,7 @@ Written = tuple[Tensor, Callable[[], Tensor]]
 
 
 def write_files(folder: Path, tensors: Mapping[str, Written], metadata: Mapping[str, str], shard_bytes: int) -> None:
-    """Writes model.safetensors, or shards of at most `shard_bytes` and their index."""
+    """Writes model.safetensors, or shards of at most `shard_bytes` and their index: all of them, or none."""
     shards: list[dict[str, Tensor]] = [{}]
     for name, (meta, _) in tensors.items():
         if shards[-1] and sum(each.nbytes for each in shards[-1].values()) + meta.nbytes > shard_bytes:
@@ -156,15 +158,12 @@ def write_files(folder: Path, tensors: Mapping[str, Written], metadata: Mapping[
         shards[-1][name] = meta
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-    if len(files) > 1:
-        total = sum(meta.nbytes for meta, _ in tensors.values())
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
-    with progress() as bar:
+    with tempfile.TemporaryDirectory(dir=folder) as unfinished, progress() as bar:
         task = bar.add_task("saving", total=len(tensors))
         for i, file in enumerate(files if len(files) > 1 else ["model.safetensors"]):
             # Readers look at bytes in place: what has larger elements lies first, so that all are aligned.
             shard = dict(sorted(shards[i].items(), key=lambda item: -item[1].itemsize))
-            with (folder / file).open("wb") as opened:
+            with Path(unfinished, file).open("wb") as opened:
                 header = _header(shard, metadata)
                 opened.write(len(header).to_bytes(8, "little") + header)
                 for name, meta in shard.items():
@@ -172,6 +171,11 @@ def write_files(folder: Path, tensors: Mapping[str, Written], metadata: Mapping[
                     assert (made.dtype, made.shape) == (meta.dtype, meta.shape), name
                     opened.write((ctypes.c_char * made.nbytes).from_address(made.data_ptr()) if made.nbytes else b"")
                     bar.advance(task)
+        for file in os.listdir(unfinished):
+            os.replace(Path(unfinished, file), folder / file)
+    if len(files) > 1:
+        total = sum(meta.nbytes for meta, _ in tensors.values())
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
 
 
 def progress() -> Progress:
@@ -184,7 +188,7 @@ def _header(shard: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     begin = 0
     for name, meta in shard.items():
         header[name] = {
-            "dtype": _NAMES[meta.dtype],
+            "dtype": NAMES[meta.dtype],
             "shape": list(meta.shape),
             "data_offsets": [begin, begin + meta.nbytes],
         }

@@ -53,6 +53,25 @@ class Stored:
         """The parts of such a tensor."""
         return KINDS[self.kind].write(held, self.like, self.transposed)
 
+    def is_of(self, held: QuantizedTensor, form: Form) -> bool:
+        """Whether what a file would have of it is read as the same codes and scales, bit for bit."""
+        kind, shape, there = KINDS[self.kind], tuple(held.shape), held.quantizer
+        wanted: Any = kind.quantizer(len(shape), self.powers_of_two, self.transposed)
+        if hasattr(wanted, "input_amax"):
+            wanted = dataclasses.replace(wanted, input_amax=getattr(there, "input_amax", 0.0))
+        turned = (*shape[:-2], *shape[:-3:-1]) if self.transposed else shape
+        if (
+            wanted.with_usage(True, True) != there.with_usage(True, True)
+            or not (there.columnwise if self.transposed else there.rowwise)
+            or not kind.has_codes(self.like, turned)
+        ):
+            return False
+        kept = self.kept.get(self.names.get("tensor_scale", ""))
+        parts = self.write(held) | ({} if kept is None else {"tensor_scale": form.factor(kept.to(held.device))})
+        again, used = self.read(parts, shape, held.dtype), held.with_usage(wanted.rowwise, wanted.columnwise)
+        pairs = zip(again.buffers(), used.buffers(), strict=True)
+        return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
+
 
 class Form:
     """Base of the forms; one a file.

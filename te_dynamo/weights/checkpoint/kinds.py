@@ -91,6 +91,10 @@ class Kind:
             parts["tensor_scale"] = _meta((1,) * (not squeezed), torch.float32)
         return parts
 
+    def has_codes(self, parts: Parts, shape: tuple[int, ...]) -> bool:
+        """Whether the codes are those of a weight of that shape."""
+        return _rows(parts["codes"], shape).shape == self.like(shape)["codes"].shape
+
     def check(self, parts: Parts, names: dict[str, str], shape: tuple[int, ...]) -> None:
         """Raises CheckpointError, with the tensor's name, unless parts on meta are those of a weight of that shape."""
         wanted = self.like(shape)
@@ -103,8 +107,8 @@ class Kind:
                 raise CheckpointError(f"{names['codes']!r} has no {role.replace('_', ' ')}, which {self.name} needs")
             if role in parts and parts[role].dtype not in dtypes:
                 raise CheckpointError(f"{names[role]!r} is {parts[role].dtype}; {self.name} has {dtypes[0]} there")
-        there = _rows(parts["codes"], shape).shape
-        if there != wanted["codes"].shape:
+        if not self.has_codes(parts, shape):
+            there = _rows(parts["codes"], shape).shape
             cut = next((n for size, n in zip(shape[-2:], self.block, strict=True) if n and size % n), 0)
             why = f"; a shard of one has to end at a border of its blocks of {cut}" if cut else ""
             raise CheckpointError(
@@ -139,7 +143,7 @@ class Kind:
             decoded(scale) if torch.float32 in self.scales else scale.view(torch.uint8),
         ]
         if transposed:
-            buffers = [buffer.mT for buffer in buffers]
+            buffers = [buffer.mT.contiguous() for buffer in buffers]
         if "tensor_scale" in parts:
             buffers.append(parts["tensor_scale"] * NVFP4_RANGE)
         described = quantizer._describe_buffers(shape).items()
@@ -155,7 +159,7 @@ class Kind:
         for role, buffer in zip(_ROLES, stored.with_usage(not transposed, transposed).buffers(), strict=False):
             lines, of = self._lines(role, shape, transposed), like[role]
             if role == "tensor_scale":
-                buffer = buffer / NVFP4_RANGE
+                buffer = torch.where(buffer == 0, 1, buffer / NVFP4_RANGE)  # all codes are zero, and no factor may be
             elif transposed:
                 columns = shape[-1]
                 buffer = buffer[:lines, :columns].reshape(*shape[:-2], -1, columns).mT.contiguous()

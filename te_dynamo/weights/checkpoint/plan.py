@@ -20,7 +20,7 @@ from te_dynamo.weights.checkpoint.record import note_stored
 INITIALIZER = "_init_weights"
 """The method by which a model of transformers makes what a module has at first: it computes buffers of its configuration again."""
 
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer, QuantizedTensor)
+PLAIN = (Tensor, nn.Parameter, nn.Buffer, QuantizedTensor)
 
 
 @dataclasses.dataclass
@@ -117,7 +117,7 @@ def _entry(
     """What the file has for a place under the name of one owner: a quantized weight, the name of a tensor, or nothing."""
     module, name, path = owner
     full = f"{path}.{name}".removeprefix(".")
-    if type(place.tensor) not in _PLAIN:
+    if type(place.tensor) not in PLAIN:
         raise CheckpointError(
             f"{full!r} is a {type(place.tensor).__name__}: load the file before the model is wrapped or sharded"
         )
@@ -135,7 +135,8 @@ def _entry(
                     role: metas[of] for role, of in names.items() if of in metas and role in KINDS[kind].like(shape)
                 }
                 turned = (*shape[:-2], shape[-1], shape[-2])
-                transposed = form.transposes and list(there["scale"].shape) == list(KINDS[kind].scale_shape(turned))
+                transposed = form.transposes and len(shape) == 3
+                transposed &= list(there["scale"].shape) == list(KINDS[kind].scale_shape(turned))
                 KINDS[kind].check(there, names, turned if transposed else shape)
                 powers = there["scale"].dtype.itemsize == 1
                 kept: Any = dict.fromkeys(of for of in form.names_beside(path, name) if of in metas)
@@ -156,6 +157,10 @@ def _entry(
             )
     if full not in metas:
         return None
+    if place.is_parameter and place.tensor.is_floating_point() and metas[full].dtype.itemsize == 1:
+        raise CheckpointError(
+            f"{full!r} is {metas[full].dtype} in the file: codes are read of two dimensions or more, convert it"
+        )
     if tuple(metas[full].shape) != shape:
         raise CheckpointError(f"{full!r} is {list(metas[full].shape)} in the file and {list(shape)} in the model")
     return full

@@ -19,11 +19,11 @@ from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor import QuantizedTensor, from_storage
 from te_dynamo.recipe import Recipe
 from te_dynamo.weights.cache import dequantized, kept_storage
-from te_dynamo.weights.checkpoint.files import Written, write_files
+from te_dynamo.weights.checkpoint.files import NAMES, Written, write_files
 from te_dynamo.weights.checkpoint.form import Form, Stored
 from te_dynamo.weights.checkpoint.forms import form_named, form_of
 from te_dynamo.weights.checkpoint.kinds import KINDS
-from te_dynamo.weights.checkpoint.plan import Place, places
+from te_dynamo.weights.checkpoint.plan import PLAIN, Place, places
 from te_dynamo.weights.checkpoint.record import Record, record_of, stored_of
 from te_dynamo.weights.frozen import FROZEN, is_dropped, values_of
 
@@ -46,7 +46,7 @@ def save_checkpoint(
     shard_bytes: the most bytes a file has.
 
     Raises CheckpointError for a folder that has a checkpoint already, a model that came from no file without `form`, a weight from a file that
-    was exchanged since, and a recipe whose format the form does not have.
+    was exchanged or moved since, a tensor of another class (a DTensor) or dtype than files have, and a recipe whose format the form does not have.
     """
     if not isinstance(shard_bytes, int) or shard_bytes < 1:
         raise InvalidOptionError(f"save_checkpoint: shard_bytes is a number of bytes, got {shard_bytes!r}")
@@ -70,7 +70,7 @@ def save_checkpoint(
     if form is not None:
         beside = {"config.json": {**_config_of(model, record), "quantization_config": _configuration(weights, target)}}
     read = record if form is None else Record()
-    tensors = dict(entry for weight in weights for entry in _tensors(weight, target, read))
+    tensors = _tensors(weights, target, read)
     folder.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
         write_files(folder, tensors, read.metadata, shard_bytes)
@@ -105,6 +105,8 @@ class _Weight:
     def part(self, role: str, form: Form) -> Tensor:
         """Its codes, or one of its scales."""
         assert self.stored is not None
+        if (name := self.stored.names[role]) in self.stored.kept:
+            return self.stored.kept[name].clone()
         part = self.stored.write(self.held())[role]
         return form.factor(part) if role == "tensor_scale" else part
 
@@ -136,12 +138,20 @@ def _weight(place: Place, form: Form, options: Options | None) -> _Weight:
         raise CheckpointError(
             f"save_checkpoint: {place.names[0]!r} is on meta and has no values: load or make them first"
         )
+    made = type(place.tensor)
+    if made not in PLAIN or place.tensor.dtype not in NAMES or place.tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"save_checkpoint: {place.names[0]!r} is a {made.__name__} of {place.tensor.dtype}, which no file has: gather or convert it first"
+        )
     noted, shape = stored_of(module, name), tuple(place.tensor.shape)
     if isinstance(place.tensor, QuantizedTensor):
         if noted is not None and noted.form == form.method:
-            return _Weight(place, noted)
+            here = any(noted.names.items() <= names.items() for names in form.spelt(path, name))
+            if here and noted.is_of(place.tensor, form):
+                return _Weight(place, noted)
         if options is None:
-            raise CheckpointError(f"{place.names[0]!r} is quantized, and was not in the file: form= names one to write")
+            since = "was not in the file" if noted is None else "was exchanged or moved since"
+            raise CheckpointError(f"{place.names[0]!r} is quantized, and {since}: form= names one to write")
         return _Weight(place, form.new(path, name, place.tensor.quantizer, shape))
     if options is None and noted is not None:
         raise CheckpointError(
@@ -181,8 +191,24 @@ def _config_of(model: nn.Module, record: Record) -> dict[str, Any]:
     return {**json.loads(config.to_json_string()), "architectures": [type(model).__name__]}
 
 
-def _tensors(weight: _Weight, form: Form, record: Record) -> Iterator[tuple[str, Written]]:
-    """What the files have of it, by name."""
+def _tensors(weights: Sequence[_Weight], form: Form, record: Record) -> dict[str, Written]:
+    """What the files have, by name. Raises CheckpointError for a name that two tensors would have."""
+    tensors: dict[str, Written] = {}
+    for name, written in (entry for weight in weights for entry in _entries(weight, form, record)):
+        if name in tensors:
+            raise CheckpointError(
+                f"save_checkpoint: {name!r} is of two tensors in this form: rename the parameter, or name another"
+            )
+        tensors[name] = written
+    for stored in (weight.stored for weight in weights if weight.stored is not None):
+        for name in stored.beside():  # weights of one module share them
+            kept = stored.kept[name]
+            tensors.setdefault(name, (kept.to("meta"), functools.partial(torch.clone, kept)))
+    return tensors
+
+
+def _entries(weight: _Weight, form: Form, record: Record) -> Iterator[tuple[str, Written]]:
+    """(name, tensor) of a weight: its values, or its parts."""
     place, stored = weight.place, weight.stored
     if stored is None:
         name = next((name for name in place.names if name in record.dtypes), place.names[0])
@@ -191,5 +217,3 @@ def _tensors(weight: _Weight, form: Form, record: Record) -> Iterator[tuple[str,
         return
     for role, name in stored.names.items():
         yield name, (stored.like[role], functools.partial(weight.part, role, form))
-    for name, kept in stored.kept.items():
-        yield name, (kept.to("meta"), functools.partial(torch.clone, kept))

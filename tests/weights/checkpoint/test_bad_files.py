@@ -51,6 +51,7 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     "other sizes": ("ct row", having(mlp__0__weight=torch.ones(N, 128).to(torch.float8_e4m3fn)), r"'mlp.0.weight' has codes \[384, 128\], and the model's \[384, 256\]"),
     "half-converted": ("ct row", lambda tensors: (tensors.pop("mlp.0.weight_scale"), tensors.update({"mlp.0.weight": torch.ones(N, K)})), r"'mlp.0.weight' is torch.float32 in the file, whose configuration says that it is quantized \(row\)"),
     "a bias of another size": ("fp8", having(mlp__0__bias=torch.ones(4)), r"'mlp.0.bias' is \[4\] in the file and \[384\] in the model"),
+    "a bias of codes": ("fp8", having(mlp__0__bias=torch.ones(N).to(torch.float8_e4m3fn)), "'mlp.0.bias' is torch.float8_e4m3fn in the file: codes are read of two dimensions or more"),
     "a scale of another dtype": ("ct mxfp8", having(mlp__0__weight_scale=torch.ones(N, K // 32)), "'mlp.0.weight_scale' is torch.float32; mxfp8 has torch.uint8 there"),
 }  # fmt: skip
 

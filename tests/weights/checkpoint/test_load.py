@@ -195,19 +195,23 @@ def test_experts() -> None:
         assert torch.equal(model.gate_up_proj.dequantize(), meant.bfloat16())
 
 
+@pytest.mark.parametrize("experts", [1, 3])
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (128, 128), (32, 96)])
-def test_experts_of_gpt_oss(n: int, k: int, tmp_path: Path) -> None:
+def test_experts_of_gpt_oss(n: int, k: int, experts: int, tmp_path: Path) -> None:
     """The model has [E, K, N] of what its file has as [E, N, K], square ones too. Written again, byte for byte."""
-    tensors, meant = gpt_oss(3, n, k)
+    tensors, meant = gpt_oss(experts, n, k)
     config = {"quant_method": "mxfp4"}
-    model = te_dynamo.load_quantized(Experts((3, k, n)), tensors, config)
+    model = te_dynamo.load_quantized(Experts((experts, k, n)), tensors, config)
     assert torch.equal(model.gate_up_proj.dequantize(), meant.mT)
     te_dynamo.save_checkpoint(model, tmp_path)
     again = Files(tmp_path)
     assert set(again) == set(tensors) and all(torch.equal(again[name], tensors[name]) for name in tensors)
     if n != k:  # a model that has it as the file does
-        model = te_dynamo.load_quantized(Experts((3, n, k)), tensors, config)
+        model = te_dynamo.load_quantized(Experts((experts, n, k)), tensors, config)
         assert torch.equal(model.gate_up_proj.dequantize(), meant)
+    # Of two dimensions it is as any weight.
+    model = te_dynamo.load_quantized(Experts((n, k)), {name: tensor[0] for name, tensor in tensors.items()}, config)
+    assert torch.equal(model.gate_up_proj.dequantize(), meant[0])
 
 
 def test_files_are_read_one_tensor_at_a_time(tmp_path: Path) -> None:

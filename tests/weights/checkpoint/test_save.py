@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.weights.checkpoint_files import FILES, K, net, write
+from helpers.weights.checkpoint_files import FILES, K, N, net, write
 from torch import Tensor, nn
 
 import te_dynamo
@@ -104,6 +104,17 @@ def test_a_model_goes_out_with_the_codes_of_its_forward(form: str, recipe: objec
     assert_same_files(tmp_path / "a", tmp_path / "b")
 
 
+@pytest.mark.parametrize(("form", "recipe"), WRITTEN, ids=_name)
+def test_a_weight_of_zeros(form: str, recipe: object, tmp_path: Path) -> None:
+    model = net()
+    nn.init.zeros_(model.mlp[0].weight)
+    te_dynamo.save_checkpoint(model, tmp_path / "a", form, recipe=recipe)
+    loaded = te_dynamo.load_checkpoint(net(), tmp_path / "a")
+    assert not loaded.mlp[0].weight.dequantize().any()
+    te_dynamo.save_checkpoint(loaded, tmp_path / "b")
+    assert_same_files(tmp_path / "a", tmp_path / "b")
+
+
 def test_another_form_has_the_same_values(tmp_path: Path) -> None:
     for name, form in (("fp8", "compressed-tensors"), ("ct nvfp4", "modelopt"), ("modelopt row", "compressed-tensors")):
         tensors, meant = FILES[name].tensors()
@@ -113,6 +124,119 @@ def test_another_form_has_the_same_values(tmp_path: Path) -> None:
         for weight in meant:
             one, other = (each.get_parameter(weight).dequantize().float() for each in (model, again))
             torch.testing.assert_close(one, other, rtol=0 if "nvfp4" not in name else 2**-8, atol=0)
+
+
+EXCHANGED = {
+    "ct nvfp4": te_dynamo.NVFP4Quantizer(),
+    "modelopt nvfp4": te_dynamo.NVFP4Quantizer(columnwise=False),
+    "ct row": te_dynamo.Float8RowwiseQuantizer(columnwise=False),  # scales of bf16 in the file
+    "modelopt row": te_dynamo.MXFP8Quantizer(columnwise=False),
+    "modelopt": te_dynamo.Float8RowwiseQuantizer(columnwise=False),
+    "ct mxfp4": te_dynamo.MXFP8Quantizer(columnwise=False),
+    "fp8": te_dynamo.Float8BlockQuantizer(columnwise=False, block_dims=2),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_a_weight_that_was_exchanged(name: str, tmp_path: Path) -> None:
+    """It is refused without a form, and goes out in its own format and scales with one."""
+    tensors, _ = FILES[name].tensors()
+    model = te_dynamo.load_quantized(net(), tensors, FILES[name].config)
+    new = EXCHANGED[name].quantize(torch.randn(N, K).bfloat16() * 100)
+    model.mlp[0].weight = nn.Parameter(new, requires_grad=False)
+    with pytest.raises(
+        CheckpointError, match=r"'mlp.0.weight' is quantized, and was exchanged or moved since: form= names one"
+    ):
+        te_dynamo.save_checkpoint(model, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    form = FILES[name].config["quant_method"]
+    te_dynamo.save_checkpoint(model, tmp_path / "b", form)
+    again = te_dynamo.load_checkpoint(net(), tmp_path / "b").mlp[0].weight.dequantize()
+    torch.testing.assert_close(again, new.dequantize(), rtol=2**-7 if "nvfp4" in name else 0, atol=0)
+
+
+def test_weights_of_another_file_in_the_place_of_the_first(tmp_path: Path) -> None:
+    for name in ("modelopt row", "modelopt nvfp4"):
+        tensors, _ = FILES[name].tensors()
+        one, other = (te_dynamo.load_quantized(net(), tensors, FILES[name].config) for _ in range(2))
+        one.load_state_dict(other.state_dict(), assign=True)
+        te_dynamo.save_checkpoint(one, tmp_path / name)
+        assert_same_files(tmp_path / name, write(tmp_path / f"{name} file", FILES[name], tensors))
+        tensors |= {key: t * 2 for key, t in tensors.items() if key.endswith("weight_scale_2")}
+        if name == "modelopt nvfp4":
+            other = te_dynamo.load_quantized(net(), tensors, FILES[name].config)
+            one.load_state_dict(other.state_dict(), assign=True)
+            with pytest.raises(CheckpointError, match=r"'mlp.0.weight' is quantized, and was exchanged or moved since"):
+                te_dynamo.save_checkpoint(one, tmp_path / "other")
+
+
+def _layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64, bias=False)) for _ in "ab"))
+
+
+@pytest.mark.parametrize("change", ["exchanged", "copied", "wrapped"])
+def test_layers_that_were_moved(change: str, tmp_path: Path) -> None:
+    """Names are those of where a weight is now."""
+    te_dynamo.save_checkpoint(_layers(), tmp_path / "a", "modelopt")
+    one, other = te_dynamo.load_checkpoint(_layers(), tmp_path / "a")
+    wanted = {
+        "exchanged": lambda: nn.Sequential(other, one),
+        "copied": lambda: nn.Sequential(one, copy.deepcopy(one)),
+        "wrapped": lambda: nn.Sequential(nn.Sequential(one), other),
+    }[change]()
+    te_dynamo.save_checkpoint(wanted, tmp_path / "b", "modelopt")
+    loaded = _layers() if change != "wrapped" else nn.Sequential(nn.Sequential(_layers()[0]), _layers()[1])
+    te_dynamo.load_checkpoint(loaded, tmp_path / "b")
+    for name, tensor in wanted.named_parameters():
+        assert torch.equal(loaded.get_parameter(name).dequantize(), tensor.dequantize()), name
+    model = te_dynamo.load_checkpoint(_layers(), tmp_path / "a")
+    model[0], model[1] = model[1], model[0]
+    with pytest.raises(CheckpointError, match=r"'0.1.weight' is quantized, and was exchanged or moved since"):
+        te_dynamo.save_checkpoint(model, tmp_path / "c")
+
+
+def test_two_tensors_of_one_name(tmp_path: Path) -> None:
+    model = net()
+    model.mlp[0].weight_scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(CheckpointError, match=r"'mlp.0.weight_scale' is of two tensors in this form"):
+        te_dynamo.save_checkpoint(model, tmp_path / "a", "modelopt")
+    te_dynamo.save_checkpoint(model, tmp_path / "a", "fp8")
+
+
+class Wrapped(nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (Wrapped(torch.ones(2)), "'more' is a Wrapped of torch.float32, which no file has: gather or convert it first"),
+        (torch.ones(2, dtype=torch.complex64), "'more' is a Tensor of torch.complex64, which no file has"),
+        (torch.ones(2).to_sparse(), "'more' is a Tensor of torch.float32, which no file has"),
+    ],
+)
+def test_tensors_that_no_file_has(tensor: Tensor, message: str, tmp_path: Path) -> None:
+    """A DTensor is a class of its own: its values lie nowhere that the file could be written from."""
+    model = net()
+    model.register_parameter("more", tensor) if isinstance(tensor, Wrapped) else model.register_buffer("more", tensor)
+    with pytest.raises(CheckpointError, match=message):
+        te_dynamo.save_checkpoint(model, tmp_path / "a", "fp8")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_file_that_was_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it stays, and the next attempt has the folder."""
+    from te_dynamo.weights.checkpoint import save
+
+    def full(tensor: Tensor) -> Tensor:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        patch.setattr(save, "values_of", full)
+        te_dynamo.save_checkpoint(net(), tmp_path, "fp8", shard_bytes=1000)
+    assert list(tmp_path.iterdir()) == []
+    te_dynamo.save_checkpoint(net(), tmp_path, "fp8")
+    te_dynamo.load_checkpoint(net(), tmp_path)
 
 
 def test_rules_leave_linears_and_the_configuration_says_so(tmp_path: Path) -> None:
@@ -155,7 +279,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused(net(), "'torchao' is written with no format", "torchao")
     refused(net(), "no linear of the model has a recipe", "fp8", recipe=None)
     model = te_dynamo.load_checkpoint(net(), write(tmp_path / "file", FILES["fp8"]))
-    refused(nn.Sequential(model), "'0.norm.weight' was not in the file: form= names one to write")
+    model.more = nn.Parameter(torch.ones(1))
+    refused(model, "'more' was not in the file: form= names one to write")
+    del model.more
+    refused(nn.Sequential(model), "'0.mlp.0.weight' is quantized, and was exchanged or moved since")
     model.mlp[0].weight = nn.Parameter(model.mlp[0].weight.dequantize())
     refused(model, "'mlp.0.weight' was quantized in the file, and is not any more")
     with pytest.raises(CheckpointError, match="has a checkpoint already"):
