@@ -142,6 +142,35 @@ def test_numbers_are_those_of_the_plain_modules() -> None:
     torch.testing.assert_close(call(grouped, x), plain, rtol=0.1, atol=0.05)
 
 
+@pytest.mark.parametrize("backend", ["eager", "te"])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("kind", [te_nn.LayerNormLinear, te_nn.LayerNormMLP])
+def test_one_is_added_to_a_zero_centered_gamma_in_fp32(kind: type, normalization: str, backend: str) -> None:
+    torch._dynamo.reset()
+    modules = [
+        kind(32, 48, normalization=normalization, zero_centered_gamma=centered, params_dtype=torch.bfloat16)
+        for centered in (True, False)
+    ]
+    state = {**modules[0].state_dict(), "layer_norm_weight": torch.randn(32).bfloat16() / 64}
+    modules[0].load_state_dict(state)
+    state["layer_norm_weight"] = modules[0].layer_norm_weight.detach().float() + 1
+    modules[1].load_state_dict(state, assign=True)
+    found = []
+    for module in modules:
+        x = tokens().detach().bfloat16().requires_grad_()
+        with te_dynamo.capture() as graphs:
+            y = torch.compile(module, backend=backend, options={"codegen": "eager"} if backend == "te" else None)(x)
+        if backend == "te":
+            assert (
+                graphs["forward"].count(f"te.{'layer' if normalization == 'LayerNorm' else 'rms'}_norm_quantize") == 1
+            )
+        y.sum().backward()
+        found.append([y, x.grad, *(p.grad.bfloat16() for p in module.parameters())])
+        assert all(p.grad.dtype == p.dtype for p in module.parameters())
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 def test_compiled_they_are_one_graph() -> None:
     torch._dynamo.reset()
     module, x = made("LayerNormLinear"), tokens()
