@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import te_dynamo
@@ -115,6 +117,31 @@ def test_copies_pickles_and_loads_keep_no_workspace(name: str) -> None:
     torch.testing.assert_close(call(module, x, False), call(module, x), rtol=0, atol=0)
     module._load_from_state_dict({k: v * 2 for k, v in module.state_dict().items()}, "", {}, True, [], [], [])
     torch.testing.assert_close(call(module, x, False), call(module, x), rtol=0, atol=0)
+
+
+@BY_MODULE
+def test_files_and_their_tensors_leave_no_workspace(name: str, tmp_path: Path) -> None:
+    module, x = made(name), tokens()
+    doubled = {k: v * 2 for k, v in module.state_dict().items()}
+    save_file(doubled, tmp_path / "model.safetensors")
+    for load in (
+        lambda: te_dynamo.load_checkpoint(module, tmp_path),
+        lambda: te_dynamo.load_quantized(module, {k: v * 2 for k, v in doubled.items()}, {}),
+    ):
+        call(module, x, True)
+        load()
+        torch.testing.assert_close(call(module, x, False), call(module, x), rtol=0, atol=0)
+
+
+def test_codes_of_a_file_leave_no_workspace(tmp_path: Path) -> None:
+    module, x = te_nn.Linear(32, 48, params_dtype=torch.bfloat16), tokens().bfloat16()
+    te_dynamo.save_checkpoint(
+        nn.Sequential(nn.Linear(32, 48, dtype=torch.bfloat16)), tmp_path, "compressed-tensors", recipe="float8_rowwise"
+    )
+    with torch.no_grad():
+        call(module, x, True)
+        te_dynamo.load_checkpoint(nn.Sequential(module), tmp_path)
+        torch.testing.assert_close(call(module, x, False), call(module, x), rtol=0, atol=0)
 
 
 def test_a_weight_of_another_form_is_quantized_anew() -> None:

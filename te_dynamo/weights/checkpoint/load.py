@@ -88,6 +88,8 @@ def _fill(
                     module._buffers[name] = torch.empty_like(buffer, device=torch.get_default_device())
             getattr(model, INITIALIZER)(module)
         for place, what in bar.track(steps, description="loading"):
+            for module, *_ in place.owners:
+                getattr(module, "_workspaces", {}).clear()  # those of te_dynamo.nn
             wanted = dtype if dtype is not None and place.tensor.is_floating_point() else place.tensor.dtype
             if isinstance(what, Stored):
                 fill_stored(place, what, made.form, tensors, wanted)
