@@ -141,6 +141,34 @@ def test_a_parameter_stays_who_it_is(tmp_path: Path) -> None:
     assert model.norm.weight is before and before.requires_grad
 
 
+def test_plain_tensors_are_copied_and_codes_are_shared() -> None:
+    """A write to what was given shows in no version counter of the model's, and one tensor may be given under two names."""
+    file = FILES["ct row"]
+    tensors, _ = file.tensors()
+    tensors["norm.weight"] = tensors["norm.bias"]
+    with torch.device("meta"):
+        on_meta = net()
+    for model in (net(), on_meta):
+        te_dynamo.load_quantized(model, tensors, file.config)
+        with torch.no_grad():
+            before = tensors["norm.bias"].clone()
+            tensors["norm.bias"].zero_()
+            assert torch.equal(model.norm.weight, before) and torch.equal(model.norm.bias, before)
+            model.norm.weight.fill_(3)
+            assert torch.equal(model.norm.bias, before) and not tensors["norm.bias"].any()
+            tensors["norm.bias"].copy_(before)
+        assert model.mlp[0].weight._data.data_ptr() == tensors["mlp.0.weight"].data_ptr()
+
+
+def test_a_frozen_weight_does_not_follow_what_it_was_loaded_from() -> None:
+    model, tensors = nn.Linear(K, N, bias=False, dtype=torch.bfloat16), {"weight": torch.randn(N, K).bfloat16()}
+    te_dynamo.freeze(te_dynamo.load_quantized(model, tensors, {}))
+    with torch.no_grad():
+        before = torch.compile(model, backend="te", options={"codegen": "eager"})(X)
+        tensors["weight"].zero_()
+        assert model(X).any() and torch.nn.functional.cosine_similarity(model(X).flatten(), before.flatten(), 0) > 0.99
+
+
 def test_a_compiled_model_is_loaded_as_what_it_wraps(tmp_path: Path) -> None:
     model = net()
     te_dynamo.load_checkpoint(torch.compile(model, backend="te"), write(tmp_path, FILES["fp8"]))
