@@ -102,6 +102,20 @@ def test_inference_then_training_quantizes_the_columns_too() -> None:
 
 
 @BY_MODULE
+def test_what_inference_mode_kept_does_not_stop_training(name: str) -> None:
+    """Its buffers can neither be written nor saved for backward outside of it."""
+    module, x = made(name), tokens().detach()
+    with torch.inference_mode():
+        call(module, x, True)
+    for first in (True, False, True):
+        y = call(module, x, first)
+        torch.testing.assert_close(y, call(module, x), rtol=0, atol=0)
+        y.sum().backward()
+    with torch.inference_mode():
+        torch.testing.assert_close(call(module, x, False), y, rtol=0, atol=0)
+
+
+@BY_MODULE
 def test_copies_pickles_and_loads_keep_no_workspace(name: str) -> None:
     module, x = made(name), tokens()
     call(module, x, True)
