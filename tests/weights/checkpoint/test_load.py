@@ -134,6 +134,28 @@ def test_a_buffer_that_no_file_has(tmp_path: Path) -> None:
     assert torch.equal(model.norm.weight, te_dynamo.load_checkpoint(net(), folder).norm.weight)
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_equal_blocks_share_a_graph_unless_it_reads_their_static_scales(static: bool) -> None:
+    torch._dynamo.reset()
+    file = FILES["modelopt"]
+    tensors, blocks = file.tensors()[0], [net() for _ in range(3)]
+    for scale, block in enumerate(blocks, 1):
+        given = {**tensors, f"mlp.0.{file.beside[0]}": torch.tensor(scale / 2048)}
+        te_dynamo.load_quantized(block, given, file.config)
+    options = {"recipe": te_dynamo.recipe.Float8CurrentScaling(static_inputs=static), "codegen": "eager"}
+    results = []
+    with te_dynamo.capture() as graphs, torch.no_grad():
+        for block in blocks:
+            block.compile(backend="te", options=options)
+            results.append(block(X))
+    assert len(graphs.reports) == (3 if static else 1)
+    assert torch.equal(results[0], results[2]) is not static
+    # What a graph returns has the static scale of what it was given.
+    same = torch.compile(lambda weight: weight.clone(), backend="te", options=options)
+    for block in blocks:
+        assert same(block.mlp[0].weight).quantizer == block.mlp[0].weight.quantizer
+
+
 def test_a_parameter_stays_who_it_is(tmp_path: Path) -> None:
     model = net()
     before = model.norm.weight
