@@ -145,7 +145,10 @@ class _Measured(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, third: Tensor | None, probe: _Probe) -> Tensor:
         out = probe.product.exact(x, weight, third)
         ctx.probe = probe
-        ctx.save_for_backward(x, weight, third)
+        # What no gradient needs may be written in place by then. third: offs; no gradient needs a bias.
+        config, offs = probe.product.config, isinstance(probe.product, ExpertsProduct)
+        of_dweight, of_dx = config.weight_requires_grad, config.input_requires_grad
+        ctx.save_for_backward(x if of_dweight else None, weight if of_dx else None, third if offs else None)
         if not probe.session.in_backward:
             probe.measure(forward_sums, x, weight, third, out)
         return out.clone() if out._is_view() else out  # a view of a function like this cannot be written in place

@@ -52,13 +52,14 @@ class LinearProduct:
         """out in the precision of x."""
         return F.linear(x, weight.t() if self.config.weight_transposed else weight, bias)
 
-    def exact_gradients(self, x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> Gradients:
-        """Those that the config asks for, in the precision of dy."""
+    def exact_gradients(self, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, dy: Tensor) -> Gradients:
+        """(dx, dweight) in the precision of dy, None without the operand that it is of: dx without weight, dweight without x."""
         config, rows = self.config, dy.reshape(-1, dy.shape[-1])
         dx = dweight = None
-        if config.input_requires_grad:
-            dx = torch.mm(rows, weight.t() if config.weight_transposed else weight).reshape(x.shape)
-        if config.weight_requires_grad:
+        if weight is not None:
+            n_by_k = weight.t() if config.weight_transposed else weight
+            dx = torch.mm(rows, n_by_k).reshape(*dy.shape[:-1], n_by_k.shape[1])
+        if x is not None:
             x = x.reshape(-1, x.shape[-1])
             dweight = torch.mm(x.t(), rows) if config.weight_transposed else torch.mm(rows.t(), x)
         return dx, dweight
@@ -103,12 +104,12 @@ class ExpertsProduct(LinearProduct):
         n_by_k = weight.transpose(1, 2) if self.config.weight_transposed else weight
         return _by_groups(x, n_by_k.transpose(1, 2), offs)
 
-    def exact_gradients(self, x: Tensor, weight: Tensor, offs: Tensor | None, dy: Tensor) -> Gradients:
+    def exact_gradients(self, x: Tensor | None, weight: Tensor | None, offs: Tensor | None, dy: Tensor) -> Gradients:
         config = self.config
         dx = dweight = None
-        if config.input_requires_grad:
+        if weight is not None:
             dx = _by_groups(dy, weight.transpose(1, 2) if config.weight_transposed else weight, offs)
-        if config.weight_requires_grad:
+        if x is not None:
             left, right = (x, dy) if config.weight_transposed else (dy, x)
             dweight = torch.stack([left[rows].t() @ right[rows] for rows in _groups(offs)])
         return dx, dweight
@@ -154,19 +155,19 @@ def forward_sums(
 
 
 def backward_sums(
-    product: LinearProduct, x: Tensor, weight: Tensor, third: Tensor | None, dy: Tensor, exact: Gradients
+    product: LinearProduct, x: Tensor | None, weight: Tensor | None, third: Tensor | None, dy: Tensor, exact: Gradients
 ) -> dict[str, Tensor]:
-    """Of dy, dx and dweight; exact: those of the model's own precision. {} where the recipe quantizes nothing in backward."""
+    """Of dy, dx and dweight; x, weight, exact: as in `exact_gradients`. {} where the recipe quantizes nothing in backward."""
     config = product.config
-    wgrad = config.weight_requires_grad and not config.wgrad_in_high_precision
+    wgrad = x is not None and not config.wgrad_in_high_precision
     if config.grad_output_quantizer is None or not (config.input_requires_grad or wgrad):
         return {}
     dy, quantizer = dy.contiguous(), config.grad_output_quantizer
-    args: dict[str, Any] = {"x_dtype": x.dtype, "weight_dtype": weight.dtype}
-    if wgrad:
+    args: dict[str, Any] = {"x_dtype": dy.dtype, "weight_dtype": dy.dtype}
+    if x is not None and wgrad:
         of_x = config.input_quantizer.with_usage(False, True)
         args["x_saved"] = of_x.operand(product.quantized_operand(x.contiguous(), of_x, third), columnwise=True)
-    if config.input_requires_grad:
+    if weight is not None:
         of_weight = config.weight_quantizer.with_usage(config.weight_transposed, not config.weight_transposed)
         held = _quantized(weight.contiguous(), of_weight)
         args["weight_saved"] = of_weight.operand(held, columnwise=not config.weight_transposed)

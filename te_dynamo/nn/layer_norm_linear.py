@@ -42,7 +42,9 @@ class NormedModule(QuantizedModule):
         weight, zero_centered = self.layer_norm_weight, self.zero_centered_gamma
         if self.normalization == "RMSNorm":
             return torch.ops.te.rms_norm(x, weight, self.eps, False, zero_centered)[0]
-        return torch.ops.te.layer_norm(x, weight + 1 if zero_centered else weight, self.layer_norm_bias, self.eps)[0]
+        return torch.ops.te.layer_norm(
+            x, weight.float() + 1 if zero_centered else weight, self.layer_norm_bias, self.eps
+        )[0]
 
 
 class LayerNormLinear(NormedModule):

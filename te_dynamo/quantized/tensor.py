@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
@@ -127,6 +128,12 @@ class QuantizedTensor(torch.Tensor):
         self._check_version()
         return self._flat
 
+    @classmethod
+    def __metadata_guard__(cls, compiled: dict[str, Any], given: dict[str, Any]) -> bool:
+        """What Dynamo guards instead of equality: layers whose files differ in what the graph does not read share it."""
+        mine, its = compiled["quantizer"], given["quantizer"]
+        return compiled["dtype"] == given["dtype"] and (mine is its or mine.compiles_as(its))  # each call asks
+
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, torch.Tensor], metadata: Mapping[str, Any], shape: tuple[int, ...], _: Any
@@ -170,6 +177,8 @@ class QuantizedTensor(torch.Tensor):
         return self.to_storage().dequantize()
 
     def _over(self, buffers: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
+        if any(isinstance(buffer, FakeTensor) for buffer in buffers.values()):
+            self.quantizer.read_input_amax()  # the graph may return it
         return type(self)(buffers, tuple(self.shape), dtype or self.dtype, self.quantizer)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

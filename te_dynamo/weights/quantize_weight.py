@@ -56,9 +56,16 @@ def quantize_weight(
 def is_valid_workspace(workspace: QuantizedTensorStorage, tensor: torch.Tensor, quantizer: Quantizer) -> bool:
     """Whether the workspace could be `tensor` quantized: the same format, shape, dtype and device, and the usages asked for.
 
-    Values are not looked at. A workspace made for inference has no columnwise usage: training finds it invalid.
+    Values are not looked at. A workspace made for inference has no columnwise usage: training finds it invalid. Buffers made in inference mode
+    can only be written there. While Dynamo traces, this cannot be told.
     """
     held = workspace.quantizer
+    if (
+        not torch.compiler.is_compiling()
+        and not torch.is_inference_mode_enabled()
+        and workspace.buffers()[0].is_inference()
+    ):
+        return False
     return (
         held.with_usage(True, True) == quantizer.with_usage(True, True)
         and held.rowwise >= quantizer.rowwise

@@ -197,6 +197,29 @@ def test_recipes_side_by_side():
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["nvfp4"]["summary"]["loss"] is not None
 
 
+@pytest.mark.parametrize("written", ["x", "weight", "bias"])
+def test_what_no_gradient_needs_may_be_written_in_place(written):
+    """x behind a frozen weight, the weight of an input that needs no gradient, and any bias."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.fc = nn.Linear(32, 32), nn.Linear(32, 32)
+            self.fc.weight.requires_grad_(written != "x")
+
+        def forward(self, x):
+            h = self.up(x) if written == "x" else x.clone()
+            y = self.fc(h)
+            with torch.no_grad():
+                for tensor in {"x": (), "weight": [self.fc.weight], "bias": [self.fc.bias]}[written]:
+                    tensor.mul_(1)
+            return y + h.mul_(2) if written == "x" else y
+
+    torch.manual_seed(0)
+    row = next(row for row in te_dynamo.compare(Model(), torch.randn(8, 32)).rows if row.module == "fc")
+    assert (row.dx_snr_db is None, row.dw_snr_db is None) == (written != "x", written == "x")
+
+
 def test_one_linear_in_backward_of_high_precision():
     torch.manual_seed(0)
     x = torch.randn(32, 32, requires_grad=True)

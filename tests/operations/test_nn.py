@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import te_dynamo
@@ -100,6 +102,20 @@ def test_inference_then_training_quantizes_the_columns_too() -> None:
 
 
 @BY_MODULE
+def test_what_inference_mode_kept_does_not_stop_training(name: str) -> None:
+    """Its buffers can neither be written nor saved for backward outside of it."""
+    module, x = made(name), tokens().detach()
+    with torch.inference_mode():
+        call(module, x, True)
+    for first in (True, False, True):
+        y = call(module, x, first)
+        torch.testing.assert_close(y, call(module, x), rtol=0, atol=0)
+        y.sum().backward()
+    with torch.inference_mode():
+        torch.testing.assert_close(call(module, x, False), y, rtol=0, atol=0)
+
+
+@BY_MODULE
 def test_copies_pickles_and_loads_keep_no_workspace(name: str) -> None:
     module, x = made(name), tokens()
     call(module, x, True)
@@ -115,6 +131,31 @@ def test_copies_pickles_and_loads_keep_no_workspace(name: str) -> None:
     torch.testing.assert_close(call(module, x, False), call(module, x), rtol=0, atol=0)
     module._load_from_state_dict({k: v * 2 for k, v in module.state_dict().items()}, "", {}, True, [], [], [])
     torch.testing.assert_close(call(module, x, False), call(module, x), rtol=0, atol=0)
+
+
+@BY_MODULE
+def test_files_and_their_tensors_leave_no_workspace(name: str, tmp_path: Path) -> None:
+    module, x = made(name), tokens()
+    doubled = {k: v * 2 for k, v in module.state_dict().items()}
+    save_file(doubled, tmp_path / "model.safetensors")
+    for load in (
+        lambda: te_dynamo.load_checkpoint(module, tmp_path),
+        lambda: te_dynamo.load_quantized(module, {k: v * 2 for k, v in doubled.items()}, {}),
+    ):
+        call(module, x, True)
+        load()
+        torch.testing.assert_close(call(module, x, False), call(module, x), rtol=0, atol=0)
+
+
+def test_codes_of_a_file_leave_no_workspace(tmp_path: Path) -> None:
+    module, x = te_nn.Linear(32, 48, params_dtype=torch.bfloat16), tokens().bfloat16()
+    te_dynamo.save_checkpoint(
+        nn.Sequential(nn.Linear(32, 48, dtype=torch.bfloat16)), tmp_path, "compressed-tensors", recipe="float8_rowwise"
+    )
+    with torch.no_grad():
+        call(module, x, True)
+        te_dynamo.load_checkpoint(nn.Sequential(module), tmp_path)
+        torch.testing.assert_close(call(module, x, False), call(module, x), rtol=0, atol=0)
 
 
 def test_a_weight_of_another_form_is_quantized_anew() -> None:
@@ -140,6 +181,35 @@ def test_numbers_are_those_of_the_plain_modules() -> None:
     grouped = made("GroupedLinear")
     plain = torch.cat([x[:3] @ grouped.weight0.t(), x[3:] @ grouped.weight1.t()])
     torch.testing.assert_close(call(grouped, x), plain, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize("backend", ["eager", "te"])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("kind", [te_nn.LayerNormLinear, te_nn.LayerNormMLP])
+def test_one_is_added_to_a_zero_centered_gamma_in_fp32(kind: type, normalization: str, backend: str) -> None:
+    torch._dynamo.reset()
+    modules = [
+        kind(32, 48, normalization=normalization, zero_centered_gamma=centered, params_dtype=torch.bfloat16)
+        for centered in (True, False)
+    ]
+    state = {**modules[0].state_dict(), "layer_norm_weight": torch.randn(32).bfloat16() / 64}
+    modules[0].load_state_dict(state)
+    state["layer_norm_weight"] = modules[0].layer_norm_weight.detach().float() + 1
+    modules[1].load_state_dict(state, assign=True)
+    found = []
+    for module in modules:
+        x = tokens().detach().bfloat16().requires_grad_()
+        with te_dynamo.capture() as graphs:
+            y = torch.compile(module, backend=backend, options={"codegen": "eager"} if backend == "te" else None)(x)
+        if backend == "te":
+            assert (
+                graphs["forward"].count(f"te.{'layer' if normalization == 'LayerNorm' else 'rms'}_norm_quantize") == 1
+            )
+        y.sum().backward()
+        found.append([y, x.grad, *(p.grad.bfloat16() for p in module.parameters())])
+        assert all(p.grad.dtype == p.dtype for p in module.parameters())
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_compiled_they_are_one_graph() -> None:

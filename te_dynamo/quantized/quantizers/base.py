@@ -119,6 +119,14 @@ class Quantizer(metaclass=OpaqueMeta):
         fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
         return f"{name}({fields})", {name: type(self)}
 
+    def compiles_as(self, other: Quantizer) -> bool:
+        """Whether a graph that was compiled for a weight held as this one fits a weight held as `other`."""
+        return self == other
+
+    def read_input_amax(self) -> float:
+        """The amax for which what a weight is multiplied with is scaled, 0 for its own."""
+        return 0.0
+
     def scaling(self) -> Scaling:
         """What has one scale, as GEMMs are told (`Operand` of kernels/gemm/request.py)."""
         raise NotImplementedError

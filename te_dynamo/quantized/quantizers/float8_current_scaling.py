@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.layouts.tensor import TensorForm
+from te_dynamo.quantized.quantizers.base import Quantizer
 from te_dynamo.quantized.quantizers.float8 import OneScaleQuantizer
 from te_dynamo.quantized.quantizers.float8_grouped import Float8GroupedQuantizer
 
@@ -21,7 +22,7 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
     amax_epsilon: amax is at least this.
     one_pass: a compiled graph guesses the scale and reads x once, where the guess holds. The same bits.
     input_amax: of a weight from a file, the amax for which the file scales what it is multiplied with, 0 where it says none. Only a recipe
-        with static_inputs reads it.
+        with static_inputs reads it, by `read_input_amax`.
     """
 
     storage: ClassVar[str] = "Float8TensorStorage"
@@ -54,6 +55,15 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
             self.one_pass,
             self.input_amax,
         )
+
+    def read_input_amax(self) -> float:
+        """From now on graphs compiled for this quantizer fit this input_amax alone."""
+        self.__dict__["_amax_is_read"] = True
+        return self.input_amax
+
+    def compiles_as(self, other: Quantizer) -> bool:
+        others = type(other) is type(self) and "_amax_is_read" not in self.__dict__
+        return self == other or (others and self.value()[:-1] == other.value()[:-1])  # input_amax is the last field
 
     def columns_are_rows(self) -> bool:
         return True

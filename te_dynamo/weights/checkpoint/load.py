@@ -45,7 +45,7 @@ def load_checkpoint(model: nn.Module, path: str | PathLike[str], dtype: torch.dt
 def load_quantized(
     model: nn.Module, state_dict: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """`load_checkpoint` of tensors that are in memory already. The model shares them where they lie as it holds them.
+    """`load_checkpoint` of tensors that are in memory already. The model shares codes and scales that lie as it holds them; plain ones are copied.
 
     config: what config.json has under "quantization_config", or all of it.
     """
@@ -88,19 +88,22 @@ def _fill(
                     module._buffers[name] = torch.empty_like(buffer, device=torch.get_default_device())
             getattr(model, INITIALIZER)(module)
         for place, what in bar.track(steps, description="loading"):
+            for module, *_ in place.owners:
+                getattr(module, "_workspaces", {}).clear()  # those of te_dynamo.nn
             wanted = dtype if dtype is not None and place.tensor.is_floating_point() else place.tensor.dtype
             if isinstance(what, Stored):
                 fill_stored(place, what, made.form, tensors, wanted)
             else:
                 record.dtypes[what] = tensors[what].dtype
-                _fill_plain(place, tensors[what].to(wanted))
+                # Of a state dict a copy: shared memory would be written through it, unseen by the parameter's version counter.
+                given = tensors[what]
+                _fill_plain(place, given.to(device_for(place), wanted, copy=not isinstance(tensors, Files)))
     note_record(model, record)
     return model
 
 
 def _fill_plain(place: Place, values: Tensor) -> None:
     """In place where there is memory, so that a parameter stays who it is."""
-    values = values.to(device_for(place))
     if not place.tensor.is_meta and type(place.tensor) in (Tensor, nn.Parameter):
         place.tensor.data = values
         return

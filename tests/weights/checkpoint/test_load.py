@@ -134,11 +134,61 @@ def test_a_buffer_that_no_file_has(tmp_path: Path) -> None:
     assert torch.equal(model.norm.weight, te_dynamo.load_checkpoint(net(), folder).norm.weight)
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_equal_blocks_share_a_graph_unless_it_reads_their_static_scales(static: bool) -> None:
+    torch._dynamo.reset()
+    file = FILES["modelopt"]
+    tensors, blocks = file.tensors()[0], [net() for _ in range(3)]
+    for scale, block in enumerate(blocks, 1):
+        given = {**tensors, f"mlp.0.{file.beside[0]}": torch.tensor(scale / 2048)}
+        te_dynamo.load_quantized(block, given, file.config)
+    options = {"recipe": te_dynamo.recipe.Float8CurrentScaling(static_inputs=static), "codegen": "eager"}
+    results = []
+    with te_dynamo.capture() as graphs, torch.no_grad():
+        for block in blocks:
+            block.compile(backend="te", options=options)
+            results.append(block(X))
+    assert len(graphs.reports) == (3 if static else 1)
+    assert torch.equal(results[0], results[2]) is not static
+    # What a graph returns has the static scale of what it was given.
+    same = torch.compile(lambda weight: weight.clone(), backend="te", options=options)
+    for block in blocks:
+        assert same(block.mlp[0].weight).quantizer == block.mlp[0].weight.quantizer
+
+
 def test_a_parameter_stays_who_it_is(tmp_path: Path) -> None:
     model = net()
     before = model.norm.weight
     te_dynamo.load_checkpoint(model, write(tmp_path, FILES["fp8"]))
     assert model.norm.weight is before and before.requires_grad
+
+
+def test_plain_tensors_are_copied_and_codes_are_shared() -> None:
+    """A write to what was given shows in no version counter of the model's, and one tensor may be given under two names."""
+    file = FILES["ct row"]
+    tensors, _ = file.tensors()
+    tensors["norm.weight"] = tensors["norm.bias"]
+    with torch.device("meta"):
+        on_meta = net()
+    for model in (net(), on_meta):
+        te_dynamo.load_quantized(model, tensors, file.config)
+        with torch.no_grad():
+            before = tensors["norm.bias"].clone()
+            tensors["norm.bias"].zero_()
+            assert torch.equal(model.norm.weight, before) and torch.equal(model.norm.bias, before)
+            model.norm.weight.fill_(3)
+            assert torch.equal(model.norm.bias, before) and not tensors["norm.bias"].any()
+            tensors["norm.bias"].copy_(before)
+        assert model.mlp[0].weight._data.data_ptr() == tensors["mlp.0.weight"].data_ptr()
+
+
+def test_a_frozen_weight_does_not_follow_what_it_was_loaded_from() -> None:
+    model, tensors = nn.Linear(K, N, bias=False, dtype=torch.bfloat16), {"weight": torch.randn(N, K).bfloat16()}
+    te_dynamo.freeze(te_dynamo.load_quantized(model, tensors, {}))
+    with torch.no_grad():
+        before = torch.compile(model, backend="te", options={"codegen": "eager"})(X)
+        tensors["weight"].zero_()
+        assert model(X).any() and torch.nn.functional.cosine_similarity(model(X).flatten(), before.flatten(), 0) > 0.99
 
 
 def test_a_compiled_model_is_loaded_as_what_it_wraps(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def static_amax(weight: Any, recipe: Recipe) -> float:
     """The amax for which a linear's input is scaled: that of its weight's file where the recipe wants it, else 0."""
     held = quantized_of(weight)
     wanted = held is not None and getattr(recipe, "static_inputs", False)
-    return getattr(held.quantizer, "input_amax", 0.0) if wanted else 0.0  # type: ignore[union-attr]
+    return held.quantizer.read_input_amax() if wanted else 0.0  # type: ignore[union-attr]
 
 
 def check_inference(node: fx.Node, weight: Any, recipe: Recipe, record: MatchRecord) -> None:
