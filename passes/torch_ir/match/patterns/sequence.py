@@ -41,7 +41,7 @@ _LINEARS = frozenset(
 
 def match_sequence(node: fx.Node, fusions: bool) -> list[MatchRecord]:
     """A record for each linear of the sequence, or for the linear of te_dynamo.nn, that `node` is; none for any other node."""
-    if calls(node, _LINEARS):
+    if node.op == "call_function" and getattr(node.target, "overloadpacket", node.target) in _LINEARS:  # no aten.linear
         return [_of_module(node)]
     if not calls(node, _SEQUENCE):
         return []
