@@ -229,13 +229,14 @@ class _SpecializedBlockTile(Tile):
 SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflops=1280, halves=True)
 """What kernels/gemm/specialized/product.py runs with scales of blocks."""
 
-SPECIALIZED_SMALL: tuple[Tile, ...] = (
-    Tile(128, 128, 128, 12, 6, fast=False, tflops=1290),
-    Tile(128, 128, 128, 12, 6, fast=True, tflops=1385),
-    _SpecializedBlockTile(128, 128, 128, 12, 6, fast=False, tflops=1280),
-)
-"""Those of SPECIALIZED, SPECIALIZED_FAST and SPECIALIZED_BLOCK where there are too few larger tiles to fill the GPU. No GPU has timed them:
-`tflops` is the larger one's, and only timing chooses them."""
+
+def _small(tile: Tile) -> Tile:
+    """What the specialized kernel runs where there are too few larger tiles to fill the GPU. No GPU has timed them: `tflops` is the larger
+    one's, and only timing chooses them."""
+    return dataclasses.replace(tile, block_m=128, block_n=128, num_stages=6, halves=False, group_m=8)
+
+
+SPECIALIZED_SMALL = tuple(map(_small, (SPECIALIZED, SPECIALIZED_FAST, SPECIALIZED_BLOCK)))
 
 
 GROUPED_TILES: tuple[Tile, ...] = (
@@ -265,9 +266,8 @@ _HIDDEN_US = 0.5
 
 def specialized_tile(fast_accum: bool, in_blocks: bool = False, small: bool = False) -> Tile:
     """The tile of kernels/gemm/specialized/product.py for an accumulation or for scales of blocks."""
-    if small:
-        return SPECIALIZED_SMALL[2 if in_blocks else int(fast_accum)]
-    return SPECIALIZED_BLOCK if in_blocks else SPECIALIZED_FAST if fast_accum else SPECIALIZED
+    tile = SPECIALIZED_BLOCK if in_blocks else SPECIALIZED_FAST if fast_accum else SPECIALIZED
+    return _small(tile) if small else tile
 
 
 def estimated_us(tile: Tile, m: int, n: int, k: int, target: Target) -> float:

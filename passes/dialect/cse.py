@@ -40,7 +40,7 @@ def _merge_equal(graph: Graph) -> int:
         except TypeError:  # an unhashable argument
             continue
         merges = is_te(node.target) or node.target in _VIEWS or node.target is operator.getitem
-        if original is not node and merges and not _conflict(original, node):
+        if original is not node and merges and not _must_stay_apart(original, node):
             _agree_on_recomputation(original, node)
             node.replace_all_uses_with(original)
             graph.erase_node(node)
@@ -48,11 +48,13 @@ def _merge_equal(graph: Graph) -> int:
     return merged
 
 
-def _conflict(one: Node, other: Node) -> bool:
+def _must_stay_apart(one: Node, other: Node) -> bool:
     """Whether the graph returns a result that would be the other's too: the caller may write it, where backward saves the other, and autograd
     adds to a first gradient in place. A view or an item of one tensor is that tensor already."""
     values, others = _returned(one), _returned(other)
-    return bool(values | others if is_te(one.target) and None in values | others else values & others)
+    if is_te(one.target) and None in values | others:
+        return True
+    return not values.isdisjoint(others)
 
 
 def _returned(node: Node) -> set[Any]:

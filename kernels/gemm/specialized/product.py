@@ -61,7 +61,8 @@ def gemm_specialized_out(
 
     scaling: "tensor", "row", or "1x128 1x128" or "1x128 128x128" of A's and B's blocks. fast: by fast accumulation. along, segments: of
     operands with a tensor's scale that are stacked. addend: None, or what is added to C as kernels/gemm/product.py does, of two bytes an
-    element, not stacked and not beside scales of b's rows of blocks. It may be out. small: by one of SPECIALIZED_SMALL, stacked only beside scales of blocks.
+    element, not stacked and not beside scales of b's rows of blocks. It may be out. small: by one of SPECIALIZED_SMALL, stacked only beside
+    scales of blocks.
     """
     (m, k), n = a.shape, b.shape[0]
     if k == 0:
