@@ -267,14 +267,16 @@ def graph_time(provider: Provider, rep_ms: int) -> float:
 
 
 def worth_trying(problem: Problem, kind: str) -> list[Tile]:
-    """The tiles that the cost model does not put far from the best, to keep the sweep short."""
-    best = estimated_us(problem.chosen(kind), *problem.shape, problem.target)
+    """The product's tile, and those that the cost model does not put far from it, to keep the sweep short."""
+    chosen = problem.chosen(kind)
+    best = estimated_us(chosen, *problem.shape, problem.target)
     near = [
         tile
         for tile in (*problem.tiles, *problem.specialized)
         if estimated_us(tile, *problem.shape, problem.target) < 3 * best
     ]
-    return [fitted for tile in near if (fitted := tile.fitted(2, problem.target))]
+    fitted = [tile.fitted(2, problem.target) for tile in near]
+    return list(dict.fromkeys([chosen, *filter(None, fitted)]))
 
 
 def sweep(
