@@ -17,6 +17,9 @@ ahead" is its set_modules_to_forward_prefetch.
 --graphs: CUDA graphs of all providers, bf16's too: "layer", Inductor's of each layer's forward and of its backward; "step", one of the whole step,
 with the option replayed=True. The layout says so. A step's peak is then the memory that the allocator has for the provider.
 
+--overlap: Inductor's own pass for all providers, bf16's too: products that do not read a collective's result run behind its start and before
+its wait. Without it Inductor waits right behind each collective of a layer. The layout says so.
+
     te                  FP8 products; weights and activations travel in bf16
     te 16 SMs left      the same, with options={"sm_margin": 16}, which NCCL's kernels then have; 32 likewise
     te on wire          and they travel in FP8
@@ -117,6 +120,10 @@ LAYOUTS = {
 }
 TENSOR_RANKS = 2  # of FSDP2 x TP
 GRAPHS = {"": "", "layer": ", two CUDA graphs a layer", "step": ", one CUDA graph"}
+OVERLAP = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["reorder_compute_for_overlap"],
+}
 
 
 @dataclasses.dataclass
@@ -212,9 +219,10 @@ def tensor_ranks(layout: str) -> int:
     return {"tp": dist.get_world_size(), "fsdp_tp": TENSOR_RANKS}.get(layout, 1)
 
 
-def shared_out(model: Layers, layout: str, device: str, provider: Provider, graphs: str = "") -> None:
+def shared_out(model: Layers, layout: str, device: str, provider: Provider, graphs: str, overlap: bool) -> None:
     """Shares the model out among the ranks, and compiles its layers."""
-    options = {"layer": {"triton.cudagraphs": True}, "step": {"replayed": True}}.get(graphs, {})
+    options: dict[str, Any] = dict(OVERLAP) if overlap else {}
+    options |= {"layer": {"triton.cudagraphs": True}, "step": {"replayed": True}}.get(graphs, {})
     provider.convert(model)
     tensor = tensor_ranks(layout)
     mesh = init_device_mesh(device, (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor"))
@@ -248,13 +256,15 @@ def plan(provider: Provider) -> dict[str, Any]:
 class Candidate:
     """A provider whose step ran, ready to be timed."""
 
-    def __init__(self, row: Row, base: Layers, layout: str, x: Tensor, grad: Tensor, graphs: str) -> None:
+    def __init__(
+        self, row: Row, base: Layers, layout: str, x: Tensor, grad: Tensor, graphs: str, overlap: bool
+    ) -> None:
         self.row, self.x, self.grad, self.graphs, self.times = row, x, grad, graphs, list[float]()
         gc.collect()
         others = _memory(x.device, graphs)
         self.provider = PROVIDERS[row.provider]()
         self.model = copy.deepcopy(base)
-        shared_out(self.model, layout, x.device.type, self.provider, graphs)
+        shared_out(self.model, layout, x.device.type, self.provider, graphs, overlap)
         self.run = self.step
         # Autograd remembers which stream forward was on.
         stream = torch.cuda.Stream(x.device) if graphs == "step" else None
@@ -356,10 +366,11 @@ def measure(args: argparse.Namespace, model: str, layout: str, tokens: int, devi
         max(1, tokens // 4096), min(tokens, 4096) // tensor_ranks(layout), sizes[0], device=device, dtype=torch.bfloat16
     )
     x, grad, rows, candidates = x.requires_grad_(), torch.randn_like(x), [], []
+    how = GRAPHS[args.graphs] + ", overlapped" * args.overlap
     for name in args.providers:
-        rows.append(Row(title, LAYOUTS[layout] + GRAPHS[args.graphs], dist.get_world_size(), tokens, name))
+        rows.append(Row(title, LAYOUTS[layout] + how, dist.get_world_size(), tokens, name))
         try:
-            candidates.append(Candidate(rows[-1], base, layout, x, grad, args.graphs))
+            candidates.append(Candidate(rows[-1], base, layout, x, grad, args.graphs, args.overlap))
         except Exception as error:  # one provider's failure is a row, not the end of the run
             rows[-1].error = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         _say(f"  {name}: {rows[-1].error or 'ready'}")
@@ -387,6 +398,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens", default="8192,2048", help="of a data-parallel rank")
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="of: %(default)s; the first is compared to")
     parser.add_argument("--graphs", choices=GRAPHS, default="", help="what is replayed as a CUDA graph")
+    parser.add_argument("--overlap", action="store_true", help="products run while collectives do")
     parser.add_argument("--name", default="", help="of the results file, after its model and GPUs")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
