@@ -1,5 +1,7 @@
 """compare() of models that go wrong: one clear line each, and the rest of the table stays."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -39,7 +41,7 @@ def test_random_numbers_are_the_same_in_both_runs():
 class Counting(nn.Module):
     """Each call gives another result, by what no module holds."""
 
-    calls = [0]
+    calls: ClassVar = [0]
 
     def __init__(self):
         super().__init__()
