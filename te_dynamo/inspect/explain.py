@@ -24,7 +24,7 @@ from te_dynamo.inspect.explanation_text import gpu_name, of_slower, parts_of
 from te_dynamo.inspect.fake_autocast import cpu_autocast_on_cuda
 from te_dynamo.inspect.fake_cuda import checked_gpu, fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_rows
-from te_dynamo.inspect.graphs.capture import Captured, capture
+from te_dynamo.inspect.graphs.capture import Captured, capture, reports_heard
 from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
 from te_dynamo.inspect.tables import text_of
 from te_dynamo.inspect.target import (
@@ -342,7 +342,8 @@ def _compile_and_run(
 ) -> tuple[Captured, list[GraphBreak], tuple[MatrixFlops | None, list[MatchRecord]]]:
     """(the graphs, where they break, all FLOPs and the rows of what is in no graph)"""
     # A new backend object: an equal one would find the code that the user compiled earlier and run no pass.
-    backend = _fresh(_te_backend())
+    runs: Counter[int] = Counter()
+    backend = _fresh(_te_backend(), runs)
     compiled = torch.compile(target, backend=backend, options=dict(options))
     with warnings.catch_warnings(), not_compared(), capture() as graphs, not_in_place(target):
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
@@ -351,6 +352,8 @@ def _compile_and_run(
             _run(compiled, target, args, kwargs)
         flops = _matrix_flops(target, args, kwargs)
     _begin_in(target, graphs.reports)
+    if flops is not None:
+        _count_runs([report for report in graphs.reports if runs[id(report)] > 1], _linears(graphs.reports), flops)
     _name_stored(target, _linears(graphs.reports))
     left_out = list(rows_left_out(target, flops, _linears(graphs.reports), seen))
     return graphs, breaks_and_skips(seen), (flops, left_out)
@@ -392,6 +395,15 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
     return type(one) is type(other) and forms[0] == forms[1]
 
 
+def _count_runs(again: Sequence[Report], rows: Sequence[MatchRecord], flops: MatrixFlops) -> None:
+    """Gives the rows of graphs that ran `again`, behind a graph break in a loop, what their modules did in all of these runs."""
+    for owner in dict.fromkeys(match.owner for match in _linears(again)):
+        of_it = [match for match in rows if match.owner == owner]
+        times = flops.by_weight[owner] / (sum(match.flops for match in of_it) or 1)
+        for match in of_it if times else ():
+            match.flops, match.us = round(match.flops * times), tuple(us * times for us in match.us)
+
+
 def _name_stored(target: Any, linears: Sequence[MatchRecord]) -> None:
     modules = dict(target.named_modules()) if isinstance(target, nn.Module) else {}
     for match in linears:
@@ -418,9 +430,18 @@ def _te_backend() -> Callable[..., Any]:
     return torch._dynamo.lookup_backend("te")
 
 
-def _fresh(backend: Callable[..., Any]) -> Callable[..., Any]:
+def _fresh(backend: Callable[..., Any], runs: Counter[int]) -> Callable[..., Any]:
+    """runs: how often each graph ran, by the id of its report."""
+
     def te(gm: Any, example_inputs: Any, **options: Any) -> Any:
-        return backend(gm, example_inputs, **options)
+        with reports_heard() as reports:
+            graph = backend(gm, example_inputs, **options)
+
+        def run(*args: Any) -> Any:
+            runs.update(map(id, reports))
+            return graph(*args)
+
+        return run
 
     return te
 
