@@ -64,7 +64,7 @@ def not_in_place(target: Any) -> Iterator[None]:
 
 def roots_of(target: Any) -> dict[str, nn.Module]:
     """The module, by ""; of a function the modules that it names, by their names: variables around it, what it is bound to, what is in lists of
-    these, and what the functions among them name."""
+    these, and what the functions among them name. Those that a module has in lists too, where torch does not look."""
     found: dict[str, nn.Module] = {}
     seen: dict[int, Any] = {}
     waiting = deque([("", target)])
@@ -75,12 +75,20 @@ def roots_of(target: Any) -> dict[str, nn.Module]:
         seen[id(each)] = each
         if isinstance(each, nn.Module):
             found[path] = each
-        else:
-            waiting += [(f"{path}.{name}".strip("."), value) for name, value in _named_by(each).items()]
+        waiting += [(f"{path}.{name}".strip("."), value) for name, value in _named_by(each).items()]
     return found
 
 
 def _named_by(value: Any) -> Mapping[Any, Any]:
+    if isinstance(value, nn.Module):
+        held = (
+            (f"{path}.{name}", kept) for path, module in value.named_modules() for name, kept in vars(module).items()
+        )
+        return {
+            at: kept
+            for at, kept in held
+            if isinstance(kept, (list, tuple, dict)) and at.rpartition(".")[2] not in _REGISTRIES
+        }
     if inspect.ismethod(value):
         bound = value.__self__
         return {"": bound} if isinstance(bound, nn.Module) else {**getattr(bound, "__dict__", {}), "": value.__func__}

@@ -151,6 +151,25 @@ def test_a_function_with_a_model(function: Callable[[Trainer], Any]) -> None:
     assert type(trainer.model[0].weight) is nn.Parameter and trainer.model[0].weight.device.type == "cpu"
 
 
+class Hidden(nn.Module):
+    """Keeps a module out of its state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+        self.teacher = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.teacher[0](x))
+
+
+def test_a_module_in_a_list() -> None:
+    model, x = Hidden(), torch.randn(8, 64)
+    assert "backward" in te_dynamo.explain(model, x).graphs.stages and model.teacher[0][1].num_batches_tracked == 0
+    assert te_dynamo.explain(model, x, device="h200").linears[0].module == "teacher.0.0"
+    assert "teacher.0.0.weight" in te_dynamo.compare(model, x).summary["gradients"]
+
+
 def test_a_lazy_module_with_buffers() -> None:
     explained = te_dynamo.explain(nn.Sequential(nn.LazyLinear(64), nn.LazyBatchNorm1d()), torch.randn(8, 64))
     assert [linear.matched for linear in explained.linears] == [True]
