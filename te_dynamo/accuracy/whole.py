@@ -47,7 +47,8 @@ def run_step(
     named |= {f"input {i}": tensor for i, tensor in enumerate(tensors_in((args, kwargs)))}
     leaves = {name: leaf for name, leaf in named.items() if leaf.requires_grad and leaf.is_leaf}
     gradients: dict[str, Tensor] = {}
-    if backward and roots and leaves:
+    has_run = any(leaf.grad is not None for leaf in leaves.values())  # backward, by the function itself
+    if backward and roots and leaves and not has_run:
         seeds = [torch.ones_like(root) if value is not None else _direction(root) for root in roots]
         session.in_backward = True
         try:

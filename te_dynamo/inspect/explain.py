@@ -418,7 +418,8 @@ def _linears(reports: Sequence[Report]) -> list[MatchRecord]:
 def _run(compiled: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> None:
     outputs = [out for out in tensors_in(compiled(*args, **kwargs)) if out.requires_grad]
     leaves = [leaf for leaf in (*parameters_of(target).values(), *tensors_in((args, kwargs))) if leaf.requires_grad]
-    if outputs and leaves:
+    has_run = any(leaf.grad is not None for leaf in leaves if leaf.is_leaf)  # backward, by the function itself
+    if outputs and leaves and not has_run:
         torch.autograd.grad(outputs, leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
 
 

@@ -167,7 +167,7 @@ def exchange_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> No
 
 @contextlib.contextmanager
 def unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
-    """Puts back the random state, what the modules hold, and every buffer and input that the run writes to."""
+    """Puts back the random state, what the modules hold, every buffer and input that the run writes to, and `.grad`, which is None inside."""
     buffers = [(module, dict(module._buffers.items())) for module in modules_of(target)]
     copies = {
         id(b): (b, _version(b), b.detach().clone())
@@ -177,10 +177,16 @@ def unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
     }
     given = [(x, _version(x), x.detach().clone()) for x in tensors_in((args, kwargs)) if type(x) is Tensor]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    leaves = [*parameters_of(target).values(), *(x for x in tensors_in((args, kwargs)) if x.is_leaf)]
+    grads = [(leaf, leaf.grad) for leaf in leaves if leaf.requires_grad]
     with torch.random.fork_rng(devices=devices), held_as_before(target):
+        for leaf, _ in grads:
+            leaf.grad = None
         try:
             yield
         finally:
+            for leaf, grad in grads:
+                leaf.grad = grad
             for module, named in buffers:
                 if isinstance(module._buffers, dict):  # not those of a scripted module, which nobody replaces
                     module._buffers.update(named)

@@ -170,6 +170,20 @@ def test_a_module_in_a_list() -> None:
     assert "teacher.0.0.weight" in te_dynamo.compare(model, x).summary["gradients"]
 
 
+def test_a_function_that_runs_backward_itself() -> None:
+    model, x = nn.Linear(64, 64), torch.randn(8, 64)
+    model.weight.grad = before = torch.ones(64, 64)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    assert "backward" in te_dynamo.explain(step, x).graphs.stages
+    assert te_dynamo.compare(step, x).rows[0].output_snr_db is not None
+    assert model.weight.grad is before and torch.equal(before, torch.ones(64, 64)) and model.bias.grad is None
+
+
 def test_a_lazy_module_with_buffers() -> None:
     explained = te_dynamo.explain(nn.Sequential(nn.LazyLinear(64), nn.LazyBatchNorm1d()), torch.randn(8, 64))
     assert [linear.matched for linear in explained.linears] == [True]
