@@ -50,12 +50,12 @@ def run(parsed: argparse.Namespace) -> int:
             "`te-dynamo explain TARGET --device h200` says on any machine what an H200 would take"
         )
     subject = load(parsed, device)
-    with compiling.compiling(subject, parsed.dynamic):
-        rows = rows_of(subject, options, parsed.mode, parsed.rounds)
-    if parsed.json:
-        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
-    else:
-        print(text_of([_table(rows)]))
+    with torch.cuda.device(device):  # whose clock, memory and name are asked
+        with compiling.compiling(subject, parsed.dynamic):
+            rows = rows_of(subject, options, parsed.mode, parsed.rounds)
+        print(
+            json.dumps([dataclasses.asdict(row) for row in rows], indent=1) if parsed.json else text_of([_table(rows)])
+        )
     return 0
 
 

@@ -46,9 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = _parser(arguments).parse_args(arguments)
         with contextlib.nullcontext() if debug else _quiet():
             status: int = parsed.run(parsed)
-            return status
+        print(end="", flush=True)  # what cannot be written when Python ends is no failure of ours
+        return status
     except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_what_cannot_be_written()
         return 1
     except KeyboardInterrupt:
         return 130  # what a shell says of Ctrl-C
@@ -56,7 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         print(f"te-dynamo: {failure if isinstance(failure, Failure) else one_line(failure)}", file=sys.stderr)
+        _drop_what_cannot_be_written()
         return getattr(failure, "status", 1)
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Python would try it again when it ends."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,7 +89,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="te-dynamo", description="FP8, MXFP8 and NVFP4 for PyTorch models, through torch.compile.")
     parser.add_argument("--version", action="version", version=f"te-dynamo {te_dynamo.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
+    if arguments and arguments[0] not in ("-h", "--help", "--version", *_COMMANDS):
         raise Failure(one_line(InvalidOptionError.unknown("command", arguments[0], _COMMANDS)), status=2)
     for name in _COMMANDS:
         summary = _summary(name)

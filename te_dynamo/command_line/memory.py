@@ -17,7 +17,10 @@ def free_bytes(device: str) -> int:
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     free = int(found[1]) * 1024 if found else 0
     try:
-        limit, used = ((_CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        limit, used, stat = ((_CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current", "stat"))
     except OSError:  # no container
         return free
-    return free if limit == "max" else min(free, int(limit) - int(used))
+    files = sum(
+        map(int, re.findall(r"^(?:in)?active_file (\d+)$", stat, re.MULTILINE))
+    )  # given up for what needs memory
+    return free if limit == "max" else min(free, int(limit) - int(used) + files)

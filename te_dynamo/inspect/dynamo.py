@@ -21,8 +21,7 @@ from te_dynamo.user_code import traced_code
 
 @dataclasses.dataclass(frozen=True)
 class GraphBreak:
-    """Where Dynamo split the model, or gave a function up: "file.py:17" ("" where unknown) and its reason: of a deliberate break its message,
-    else what Dynamo says."""
+    """Where Dynamo split the model, or gave a function up: "file.py:17" ("" where unknown) and its reason, `cause_of` what Dynamo says."""
 
     source: str
     reason: str
@@ -220,5 +219,4 @@ def _graph_break_log() -> list[Any]:
 
 
 def _graph_break(entry: Any) -> GraphBreak:
-    lines = str(entry.reason).splitlines() or [""]
-    return GraphBreak(place_of(entry.user_stack[-1]) if entry.user_stack else "", _message(lines) or lines[0])
+    return GraphBreak(place_of(entry.user_stack[-1]) if entry.user_stack else "", cause_of(str(entry.reason)))

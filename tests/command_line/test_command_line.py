@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -16,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from te_dynamo.command_line import hugging_face
+from te_dynamo.command_line import hugging_face, memory
 from te_dynamo.command_line.main import main
 from te_dynamo.command_line.memory import free_bytes
 
@@ -190,6 +192,7 @@ WRONG = [
     (["explain", "my_models:make", "--colour"], 2, "unrecognized arguments: --colour; te-dynamo explain --help lists what there is"),
     (["explain", "my_models:make", "--recepie=mxfp8"], 2, "unrecognized arguments: --recepie=mxfp8, did you mean --recipe?; te-dynamo explain --help"),
     (["explain"], 2, "the following arguments are required: TARGET; te-dynamo explain --help lists what there is"),
+    (["--json", "explain", "my_models:make"], 2, "unknown command '--json'; valid: 'bench', "),
     (["exlpain", "my_models:make"], 2, "unknown command 'exlpain'; did you mean 'explain'?"),
     ([], 2, "the following arguments are required: COMMAND"),
     (["explain", "hf:LlamaForCausalLM"], 2, "'hf:LlamaForCausalLM' has no inputs: give them by --input 1x128:int64"),
@@ -269,6 +272,18 @@ def test_a_model_that_memory_cannot_hold(
     assert free_bytes("cpu") > 0
 
 
+def test_files_that_the_kernel_keeps_in_memory_are_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's limit counts them: reading a checkpoint once would leave no room for a model."""
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    for name, text in {
+        "max": "1000\n",
+        "current": "900\n",
+        "stat": "anon 300\nfile 600\ninactive_file 400\nactive_file 150\n",
+    }.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert free_bytes("cpu") == 650
+
+
 def test_a_path_is_tried_before_anything_is_compiled_and_left_as_it_was(folder: Path) -> None:
     (folder / "page.html").write_text("kept")
     assert main(["explain", "my_models:raises", "--html", "page.html"]) == 1
@@ -332,16 +347,50 @@ def test_what_bench_runs_and_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row[3] for row in bench._table(rows).rows] == ["2.50x", "2.50x"]
 
 
-def test_a_reader_that_has_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_asks_the_gpu_that_the_model_is_on(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events, memory and names are of the current device."""
+    from te_dynamo.command_line import bench
+    from te_dynamo.command_line.target import Subject
+
+    current = ["cuda:0"]
+
+    @contextlib.contextmanager
+    def device(name: str) -> Iterator[None]:
+        current.append(name)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: current[-1])
+    monkeypatch.setattr(bench, "load", lambda parsed, device: Subject(nn.Linear(4, 4), (torch.randn(2, 4),), {}))
+    monkeypatch.setattr(bench, "rows_of", lambda *_: [bench.Row(current[-1], 5.0, 2.0, 1.0, 1.0)])
+    assert main(["bench", "my_models:make", "--device", "cuda:1"]) == 0
+    assert capsys.readouterr().out.count("cuda:1") == 2 and current == ["cuda:0"]
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "x"])
+def test_a_reader_that_has_enough(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """`te-dynamo doctor | head -3`: no traceback, and none when Python ends and flushes what is left."""
     reader, writer = os.pipe()
     os.close(reader)
     closed = os.fdopen(writer, "w")
     monkeypatch.setattr(sys, "stdout", closed)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("te_dynamo.command_line.doctor.run", lambda parsed: print("x" * 100_000, flush=True))
+        patched.setattr("te_dynamo.command_line.doctor.run", lambda parsed: [print(text), 0][1])
         assert main(["doctor"]) == 1
     closed.close()
+
+
+def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr("te_dynamo.command_line.doctor.run", lambda parsed: [print("x"), 0][1])
+        assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "te-dynamo: OSError: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,15 @@ def test_a_break_without_a_message_has_dynamos_reason():
     assert "graph_break" in found.reason
 
 
+def test_a_break_names_what_dynamo_cannot_trace():
+    def forward(x):
+        print(end="")
+        return x.cos()
+
+    (found,) = explain(forward, torch.ones(3)).graph_breaks
+    assert "builtin operator `print`" in found.reason
+
+
 def test_a_traced_module_inside_a_model():
     class Net(nn.Module):
         def __init__(self):
