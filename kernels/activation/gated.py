@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 
 import torch
+from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from te_dynamo.kernels.activation import activation
 from te_dynamo.kernels.layouts.form import Form
@@ -166,7 +167,7 @@ def source_of_gradients(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
     """x where its rows are contiguous and of one stride, as the kernels read them; else a copy."""
-    return x if x.is_contiguous() or _rows_collapse(x) else x.contiguous()
+    return x if _rows_collapse(x) or x.is_contiguous() else x.contiguous()
 
 
 def _rows_collapse(x: torch.Tensor) -> bool:
@@ -176,11 +177,11 @@ def _rows_collapse(x: torch.Tensor) -> bool:
 
 
 def _leading(x: torch.Tensor) -> list[int]:
-    """The dimensions before the last whose strides matter."""
-    return [d for d in range(x.dim() - 1) if x.shape[d] != 1]
+    """The dimensions before the last whose strides matter: one of a size that data decides counts as well."""
+    return [d for d in range(x.dim() - 1) if guard_or_true(x.shape[d] != 1)]
 
 
 def _row_stride(x: torch.Tensor) -> Size:
     """Elements from one row of x, as `in_rows` leaves it, read as [M, K], to the next."""
-    dims = [] if x.is_contiguous() else _leading(x)
+    dims = _leading(x)
     return x.stride(dims[-1]) if dims else x.shape[-1]

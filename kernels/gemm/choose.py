@@ -124,7 +124,7 @@ class Choice:
         return self.kernel == "specialized" and self.fused
 
 
-CHOSEN: dict[Any, Choice | None] = {}
+CHOSEN: dict[Any, Choice] = {}
 """What multiply.py remembers of requests that ran: a copy of answers of this module."""
 
 TUNED: dict[tuple[Product, Target], Choice] = {}

@@ -20,9 +20,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_dynamo.kernels.gemm.product import add_product, load_scales
 from te_dynamo.kernels.gemm.tiles import DecodeTile
+from te_dynamo.kernels.layouts.sizes import Size
 from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime._triton import libdevice, tl, triton
 from te_dynamo.kernels.runtime.dependent_launch import starts_early, wait_for_predecessor
@@ -75,14 +77,14 @@ def launch_decode(
 def decode_options(
     tile: DecodeTile,
     n: int,
-    k: int,
+    k: Size,
     has_bias: bool,
     stacking: Stacking | None,
     partials: int,
     early: bool,
     scaling: str = "tensor",
 ) -> dict[str, Any]:
-    """The constant arguments and compile options of `gemm_decode_kernel`."""
+    """The constant arguments and compile options of `gemm_decode_kernel`. Of a weight's gradient K, the tokens, may be symbolic."""
     edges = {"EDGE_1": n, "EDGE_2": n}
     if stacking is not None:
         edges = {name: value for name, value in stacking.constants().items() if name in edges}
@@ -92,7 +94,7 @@ def decode_options(
         "FAST": tile.fast,
         "SPLIT_K": tile.split_k,
         "PARTIALS": partials,
-        "EVEN": n % tile.block_n == 0 and k % (tile.block_k * tile.split_k) == 0,
+        "EVEN": n % tile.block_n == 0 and statically_known_true(k % (tile.block_k * tile.split_k) == 0),
         "EARLY": early,
         **edges,
         "STAGES": tile.num_stages,

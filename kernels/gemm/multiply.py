@@ -62,12 +62,13 @@ def _checked_choice(r: Request, epilogue: Any = "none") -> Choice:
         check(r)
         return choice_of(r, epilogue, recorded=epilogue != "amax")
     key = (r.facts(), epilogue, current_sm_margin())
-    if key not in CHOSEN:
+    choice = CHOSEN.get(key)  # another thread may clear it at any time
+    if choice is None:
         check(r)
         if len(CHOSEN) >= _MOST_CHOSEN:
             CHOSEN.clear()
-        CHOSEN[key] = choice_of(r, epilogue)
-    return CHOSEN[key]
+        CHOSEN[key] = choice = choice_of(r, epilogue)
+    return choice
 
 
 def _of_small_blocks(r: Request) -> Literal["scaled", "emulated"] | None:

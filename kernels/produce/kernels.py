@@ -199,8 +199,11 @@ def produce_kernel(
         if row >= M:
             return
     else:
-        row = tl.program_id(2) * 128 + tl.program_id(1) * BLOCK_M
+        row = tl.program_id(2) * (128 * GROUP_M) + tl.program_id(1) * BLOCK_M
         column = tl.program_id(0) * BLOCK_K
+        if GROUP_M > 1:  # noqa: SIM102 (a branch of the compiler's, and one of the GPU's)
+            if row >= tl.cdiv(M, 128) * 128:
+                return
     HOW: tl.constexpr = (SOURCE, KIND, LAYER, HAS_WEIGHT, HAS_BIAS, CAST_BEFORE_WEIGHT, ZERO_CENTERED, MODULATED)
     MADE: tl.constexpr = (HOW, ROUNDED_TO, KEEP_OUTPUT, BLOCK_K // 2 if PACKED else BLOCK_K, PACKED, WHOLE)
     width = K if HALF == -1 else 2 * K

@@ -404,9 +404,13 @@ def cast_tile(rows: Size, columns: int, columnwise: bool, large: Tile = CAST_TIL
     """Tile of a cast launch: `large` (the kernel's own choice), or a small one.
 
     With a transpose, its side of the tile fills whole 128-byte lines of fp8, unless the tensor is too small
-    to give every multiprocessor several such tiles. Without one, only rows count.
+    to give every multiprocessor several such tiles. Without one, only rows count. It is narrower where its rows of the transpose
+    would be 2**31 values or more from the first to the last: inside of a tile offsets have 32 bits.
     """
     if not columnwise:
         return amax_tile(columns)
     small = size_hint(rows) * columns < 4 * 132 * 128 * 128
-    return (64, 64, 4) if small and large[0] * large[1] > 64 * 64 else large
+    block_m, block_k, warps = (64, 64, 4) if small and large[0] * large[1] > 64 * 64 else large
+    while block_k * round_up(size_hint(rows), 16) >= 2**31:
+        block_k //= 2
+    return block_m, block_k, warps

@@ -32,7 +32,7 @@ from te_dynamo.kernels.quantize.block_kernels import quantize_block_kernel
 from te_dynamo.kernels.quantize.current import cast_reference, scale_reference
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.block_words import packs, whole_tiles
-from te_dynamo.kernels.tiles.blocks import grouped_grid
+from te_dynamo.kernels.tiles.blocks import group_of_rows, grouped_grid
 from te_dynamo.kernels.tiles.fp8 import zero_padded
 from te_dynamo.kernels.tiles.groups import padded_order
 
@@ -119,6 +119,7 @@ def block_launch(
 ) -> tuple[tuple[Size, ...], dict[str, Any]]:
     """(the grid, the constants of the tile) of a launch on [M, K]. as_it_lies: not in a padded order."""
     rows, warps, group = tile
+    group = group_of_rows(size[0], rows, group)
     whole = as_it_lies and whole_tiles(*size, rows)
     constants = {"ROWS": rows, "GROUP_M": group, "PACKED": packed, "WHOLE": whole, "num_warps": warps}
     return grouped_grid(*size, rows, group), constants

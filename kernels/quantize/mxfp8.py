@@ -41,6 +41,7 @@ from te_dynamo.kernels.quantize.mxfp8_kernels import dequantize_mxfp8_kernel, qu
 from te_dynamo.kernels.runtime._triton import triton
 from te_dynamo.kernels.runtime.launch import launch
 from te_dynamo.kernels.tiles.block_words import packs, whole_tiles
+from te_dynamo.kernels.tiles.blocks import group_of_rows
 from te_dynamo.kernels.tiles.fp8 import zero_padded
 from te_dynamo.kernels.tiles.groups import padded_order
 
@@ -159,10 +160,11 @@ def mxfp8_launches(
         else:
             by_rows = row_tile(columns_of_one or columns, packed, form.swizzled)
             block_m, block_k, warps = tile or (tile_32(columns) if usage["COLUMNWISE"] or form.two_d else by_rows)
-            grid = (round_up(columns, 128) // block_k, 128 // block_m, round_up(rows, 128) // 128)
+            group = group_of_rows(rows, 128)
+            grid = (round_up(columns, 128) // block_k, 128 // block_m * group, blocks_of(rows, 128 * group))
             whole = as_it_lies and whole_tiles(rows, columns, 128)
             constants = {"BLOCK_M": block_m, "BLOCK_K": block_k, "PACKED": packed, "WHOLE": whole, "num_warps": warps}
-            scales = {"SCALE_BLOCK": form.scale_block, "TWO_D": form.two_d, "SWIZZLED": form.swizzled}
+            scales = {"SCALE_BLOCK": form.scale_block, "TWO_D": form.two_d, "SWIZZLED": form.swizzled, "GROUP_M": group}
         yield by_blocks, grid, {**form.constants(), **scales, **usage, **constants}
 
 

@@ -56,6 +56,7 @@ def quantize_mxfp8_kernel(
     SWIZZLED: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     TWO_D: tl.constexpr,
+    GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PACKED: tl.constexpr,
@@ -64,12 +65,16 @@ def quantize_mxfp8_kernel(
     """Blocks of 32, or TWO_D of 32x32; along rows alone of SCALE_BLOCK. A program reads one tile of x once: codes and data of its blocks.
 
     Tiles cover [M^128, K^128]: what lies outside x reads as zero and has code 0, which is how scales are padded. The
-    conversion to float8 saturates, so nothing is clamped before it. The grid is (tiles of a row, tiles of 128 rows,
-    128 rows each): no program divides for its tile. offs, x_rows, G, GROUPS: as `quantize_block_kernel`'s.
+    conversion to float8 saturates, so nothing is clamped before it. The grid is (tiles of a row, tiles of 128 GROUP_M rows,
+    128 GROUP_M rows each): no program divides for its tile. offs, x_rows, G, GROUPS: as `quantize_block_kernel`'s.
     """
-    row = tl.program_id(2) * 128 + tl.program_id(1) * BLOCK_M
+    row = tl.program_id(2) * (128 * GROUP_M) + tl.program_id(1) * BLOCK_M
     column = tl.program_id(0) * BLOCK_K
-    x, last = in_padded_order(x, tl.program_id(2) * 128, offs, x_rows, M, K, G, GROUPS)
+    if GROUP_M > 1:  # noqa: SIM102 (a branch of the compiler's, and one of the GPU's)
+        if row >= tl.cdiv(M, 128) * 128:
+            return
+    first = tl.program_id(2) * 128 if GROUP_M == 1 else row // 128 * 128
+    x, last = in_padded_order(x, first, offs, x_rows, M, K, G, GROUPS)
     buffers = data, scale_inv, columnwise_data, columnwise_scale_inv
     place = row, column, M, K
     if PACKED:

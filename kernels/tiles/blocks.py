@@ -11,8 +11,9 @@ and NaN above inf.
 
 from __future__ import annotations
 
-from te_dynamo.kernels.layouts.sizes import Size
+from te_dynamo.kernels.layouts.sizes import Size, blocks_of
 from te_dynamo.kernels.runtime._triton import tl, triton
+from te_dynamo.kernels.runtime.launch import size_hint
 from te_dynamo.kernels.tiles.fp8 import abs_bits, tile_mask
 
 COLUMNS: tl.constexpr = tl.constexpr(128)
@@ -166,6 +167,14 @@ def decode_e8m0(code):
 
 
 # --- host ---------------------------------------------------------------------------------------------------
+
+MOST_IN_Z = 65535
+"""What CUDA takes for the third number of a grid."""
+
+
+def group_of_rows(rows: Size, tile_rows: int, group: int = 1) -> int:
+    """`group`, or as many more rows of tiles as make the number of groups, a grid's third, one that CUDA takes; of a symbolic size by its hint."""
+    return max(group, blocks_of(size_hint(rows), tile_rows * MOST_IN_Z))
 
 
 def grouped_grid(rows: Size, columns: Size, tile_rows: int, group: int) -> tuple[Size, Size, Size]:

@@ -234,3 +234,15 @@ def in_place(kind: str) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def test_halves_of_rows_that_data_counts_are_read_where_they_lie() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env), shape_env.ignore_fresh_unbacked_symbols():
+        rows = shape_env.create_unbacked_symint()
+        halves = torch.empty(rows, 512).chunk(2, -1)
+        assert all(gated.in_rows(half) is half and gated._row_stride(half) == 512 for half in halves)
+    assert not shape_env.guards

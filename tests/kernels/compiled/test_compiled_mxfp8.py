@@ -75,7 +75,7 @@ def quantize_case(
             mxfp8.tile_32(columns) if usage[1] or two_d else mxfp8.row_tile(columns, packed, swizzled)
         )
         constants |= {"SCALE_BLOCK": scale_block, "BLOCK_M": block_m, "BLOCK_K": block_k, "num_warps": warps}
-        constants |= {"SWIZZLED": swizzled, "TWO_D": two_d}
+        constants |= {"SWIZZLED": swizzled, "TWO_D": two_d, "GROUP_M": 1}
     kind = "e4m3x2" if fp8 == "*fp8e4nv" else "e5m2x2"
     form = MXFP8Form(torch.float8_e4m3fn, *usage, scale_block, two_d=two_d)
     writes = (columnwise_data if name == "columnwise_data" else name for name in form.buffers((1, 1)))

@@ -90,8 +90,9 @@ def test_a_symbolic_number_of_rows_is_not_guarded_on() -> None:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     shape_env = ShapeEnv()
+    real = torch.empty(300)  # a fake one has its own sizes already
     with FakeTensorMode(shape_env=shape_env) as mode:
-        rows = mode.from_tensor(torch.empty(300), static_shapes=False).shape[0]
+        rows = mode.from_tensor(real, static_shapes=False).shape[0]
         a, b, one = (torch.empty(s, dtype=E4M3, device="cuda") for s in ((rows, 512), (256, 512), (1,)))
         addend = torch.empty((rows, 256), dtype=torch.bfloat16, device="cuda")
         for function in (gemm_add, gemm_add_in_place):

@@ -84,8 +84,9 @@ def test_the_choice_fits_the_shape(fast) -> None:
 def traced_kernels(m: int, n: int, k: int, bias: bool = True, dynamic: str = "") -> list[dict]:
     """The launches recorded for fake CUDA operands; the sizes named in `dynamic` ("m", "k") are symbolic, with "data" k is nobody's guess."""
     shape_env = ShapeEnv()
+    real = torch.empty(m, k // 16)  # a fake one has its own sizes already
     with FakeTensorMode(shape_env=shape_env) as mode:
-        symbols = mode.from_tensor(torch.empty(m, k // 16), static_shapes=False).shape
+        symbols = mode.from_tensor(real, static_shapes=False).shape
         m = symbols[0] if "m" in dynamic else m
         k = symbols[1] * 16 if "k" in dynamic else k
         with shape_env.ignore_fresh_unbacked_symbols():
@@ -112,6 +113,13 @@ def test_the_launch_is_recorded_by_make_fx(dynamic, bias) -> None:
 def test_a_depth_that_data_decides_may_be_0(dynamic: str, may_be: bool) -> None:
     product, *_ = traced_kernels(4096, 512, 1024, False, dynamic)
     assert product["kwargs"]["MAY_BE_EMPTY"] is may_be
+
+
+@pytest.mark.parametrize("dynamic", ["", "k", "data"])
+def test_few_rows_by_a_depth_that_is_not_known(dynamic: str) -> None:
+    """The gradient of a weight with few rows, as of a LoRA: the depth is the tokens."""
+    product, *_ = traced_kernels(64, 4096, 8192, False, dynamic)
+    assert product["kwargs"]["EVEN"] is (dynamic == "")
 
 
 @pytest.mark.parametrize("addend", [None, torch.tensor([[1.0078125]], dtype=torch.bfloat16).expand(2, 3)])

@@ -176,8 +176,9 @@ def test_the_choice_fits_the_shape(fast) -> None:
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic m"])
 def test_the_launches_are_recorded_by_make_fx(dynamic) -> None:
     shape_env = ShapeEnv()
+    real = torch.empty(64, 2)  # a fake one has its own sizes already
     with FakeTensorMode(shape_env=shape_env) as mode:
-        m = mode.from_tensor(torch.empty(64, 2), static_shapes=False).shape[0] if dynamic else 64
+        m = mode.from_tensor(real, static_shapes=False).shape[0] if dynamic else 64
         a = torch.empty((m, 48), dtype=E4M3, device="cuda")
         columns = torch.empty((32, (m + 15) // 16 * 16), dtype=E4M3, device="cuda")
         w = torch.empty((3, 32, 48), device="cuda")

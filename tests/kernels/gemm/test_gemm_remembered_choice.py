@@ -75,3 +75,24 @@ def test_what_was_timed_since_is_asked(asked: list[str]) -> None:
     use_tuned({})
     multiply(request())
     assert asked == ["check", "choice"] and isinstance(next(iter(CHOSEN.values())), Choice)
+
+
+def test_another_thread_may_forget_at_any_time(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(dict[object, Choice]):
+        """One that another thread empties whenever it has answered, as timing and too many sizes do."""
+
+        def __contains__(self, key: object) -> bool:
+            found = super().__contains__(key)
+            self.clear()
+            return found
+
+        def __setitem__(self, key: object, choice: Choice) -> None:
+            """Is emptied at once."""
+
+    monkeypatch.setattr(gemm, "CHOSEN", Forgetful(CHOSEN))
+    assert multiply(request()).shape == (256, 128)
+    right = request()
+    held = Forgetful()
+    dict.__setitem__(held, (right.facts(), "none", 0), Choice("usual", gemm.choice_of(right).tile))
+    monkeypatch.setattr(gemm, "CHOSEN", held)
+    assert multiply(right).shape == (256, 128)
