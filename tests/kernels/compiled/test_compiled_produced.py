@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import pytest
-from helpers.slow import EXHAUSTIVE, slow_but
+from helpers.slow import EXHAUSTIVE
 
 CASES = {
     "fast": r"^gated silu in (1x128|MXFP8 32|rows), rows and columns$",
@@ -28,7 +28,9 @@ def test_no_recorded_kernel_spills(import_benchmark: Callable[[str], ModuleType]
     "name",
     ["h200", *(pytest.param(other, marks=EXHAUSTIVE) for other in ("l40s", "b200", "rtx5090"))],
 )
-@pytest.mark.parametrize("cases", slow_but(1, CASES))
+@pytest.mark.parametrize(
+    "cases", ["fast", pytest.param("rows and columns", marks=pytest.mark.slow), pytest.param("rows", marks=EXHAUSTIVE)]
+)
 def test_no_register_is_spilled(name: str, cases: str, import_benchmark: Callable[[str], ModuleType]) -> None:
     rows = import_benchmark("targets").compiled(name, CASES[cases])
     assert rows
