@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,21 +115,24 @@ def test_kernels_of_other_graphs_are_torchs_alone(compiler: Compiler) -> None:
 @pytest.mark.gpu
 def test_each_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code that is imported gets what is being compiled."""
+    install()
     AsyncCompile.wait_pool_ready()
-    pool, submitted, defined = AsyncCompile.process_pool(), [], []
-    submit, compile_early = pool.submit, define_kernel._compile
+    pools, submitted, defined = type(AsyncCompile.process_pool()), [], []
+    submit, compile_early = pools.submit, define_kernel._compile
 
-    def submitting(job: Any, *arguments: Any) -> Any:
+    @functools.wraps(submit)  # or it would be wrapped once more
+    def submitting(pool: Any, job: Any, *arguments: Any) -> Any:
         submitted.extend(
             given.args[0] for given in arguments[:1] if hasattr(given, "args")
         )  # none: whether the pool is ready
-        return submit(job, *arguments)
+        return submit(pool, job, *arguments)
 
     def compiling(body: str) -> None:
         defined.append(body)
         compile_early(body)
 
-    monkeypatch.setattr(pool, "submit", submitting)
+    # Of the class: pytest before 9.2 leaves the pool itself a method, past what is installed later.
+    monkeypatch.setattr(pools, "submit", submitting)
     monkeypatch.setattr(define_kernel, "_compile", compiling)
     x, w = (torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     with fresh_cache():
