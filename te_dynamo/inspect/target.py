@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,6 +18,9 @@ from te_dynamo.options import UNSET, Options
 
 _REGISTRIES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
 """What a module keeps its parameters, buffers, children and hooks in."""
+
+_MOST_MODULES = 4096
+"""In a list or dictionary: a longer one holds data, such as a tokenizer's words, and nobody looks into it."""
 
 
 def unwrap(model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -98,9 +102,9 @@ def _named_by(value: Any) -> Mapping[Any, Any]:
         with contextlib.suppress(ValueError):  # a variable without a value yet
             variables = inspect.getclosurevars(value)
             return {**variables.globals, **variables.nonlocals}
-    if isinstance(value, (list, tuple)):
-        return dict(enumerate(value))
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, (list, tuple, dict)) or len(value) > _MOST_MODULES:
+        return {}
+    return value if isinstance(value, dict) else dict(enumerate(value))
 
 
 def modules_of(target: Any) -> list[nn.Module]:
@@ -134,8 +138,8 @@ def held_as_before(target: Any) -> Iterator[None]:
 
 def _is_other(owner: Any, before: Any) -> bool:
     if isinstance(owner, dict):
-        return owner.keys() != before.keys() or any(owner[key] is not before[key] for key in before)
-    return len(owner) != len(before) or any(a is not b for a, b in zip(owner, before, strict=True))
+        return [*owner] != [*before] or _is_other([*owner.values()], [*before.values()])
+    return len(owner) != len(before) or not all(map(operator.is_, owner, before))
 
 
 def _contents(module: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -153,7 +157,8 @@ def _contents(module: nn.Module) -> Iterator[tuple[Any, Any]]:
         if isinstance(each, (dict, list)) and id(each) not in seen:
             seen.add(id(each))
             yield each, dict(each) if isinstance(each, dict) else list(each)
-            waiting += each.values() if isinstance(each, dict) else each
+            if len(each) <= _MOST_MODULES:
+                waiting += each.values() if isinstance(each, dict) else each
 
 
 def exchange_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import te_dynamo
+from te_dynamo.inspect import target
 
 
 class Offloaded(MutableMapping):
@@ -110,6 +111,14 @@ def test_what_a_module_keeps_in_lists() -> None:
     te_dynamo.explain(model, x)
     assert len(model.kept) == len(model.by_name["y"]) == 1
     assert model.kept[0] is kept[0] and model.by_name["y"][0] is by_name[0]
+
+
+def test_what_a_long_list_holds_is_not_looked_into() -> None:
+    """A tokenizer's, of hundreds of thousands: minutes."""
+    model = nn.Linear(64, 64)
+    model.merges = [[first, first + 1] for first in range(5000)]
+    assert len(list(target._contents(model))) < 20
+    assert target._named_by(model.merges) == {}
 
 
 class Trainer:
