@@ -28,7 +28,7 @@ class MatchRecord:
     reason:  why it was left in the user's precision; "" when matched.
     recipe:  the recipe that applies, its name with what differs from its defaults ("mxfp8(scale_block=128)"), "" when left.
     shape:   for a linear (M, N, K) with M the product of the leading dimensions, as printed (a symbol where dynamic).
-    flops:   2*M*N*K for a linear (size hints where dynamic), else 0; `explain` has those of all runs, where its graph runs several times.
+    flops:   2*M*N*K for a linear (size hints where dynamic), else 0.
     dtype:   the user's precision, "bf16".
     groups:  experts of a grouped linear, whose N x K the shape holds; 0 for any other.
     us:      (microseconds in the model's precision, in the recipe) as the rule of what FP8 costs on a GPU estimates them, () where it is not

@@ -84,7 +84,7 @@ def decode_options(
     early: bool,
     scaling: str = "tensor",
 ) -> dict[str, Any]:
-    """The constant arguments and compile options of `gemm_decode_kernel`. Of a weight's gradient K, the tokens, may be symbolic."""
+    """The constant arguments and compile options of `gemm_decode_kernel`. K may be symbolic: for a weight's gradient it is the tokens."""
     edges = {"EDGE_1": n, "EDGE_2": n}
     if stacking is not None:
         edges = {name: value for name, value in stacking.constants().items() if name in edges}

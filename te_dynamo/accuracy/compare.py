@@ -22,7 +22,7 @@ from te_dynamo.accuracy.whole import Difference, Outcome, run_step
 from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.inspect.dynamo import Seen, dynamo_untouched
 from te_dynamo.inspect.left_out import linears_of, why_in_no_graph
-from te_dynamo.inspect.target import not_in_place, options_and_mode, parameters_of, unchanged, unwrap
+from te_dynamo.inspect.target import not_in_place, options_and_mode, unchanged, unwrap
 from te_dynamo.options import UNSET, Options, names_near_keywords
 from te_dynamo.recipe import Recipe, names
 from te_dynamo.report import coverage
@@ -149,7 +149,7 @@ def _compare(
 
 
 def _check_has_values(target: Callable[..., Any], batches: Sequence[Batch]) -> None:
-    parameters = parameters_of(target).values()
+    parameters = list(target.parameters()) if isinstance(target, torch.nn.Module) else []
     if any(map(is_dropped, parameters)):
         raise InputError(
             "te_dynamo.compare: the model's own weights were dropped by te_dynamo.freeze: compare it before"

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_dynamo.accuracy.probes import Session
 from te_dynamo.accuracy.rows import decibels
 from te_dynamo.accuracy.sums import error_sums
 from te_dynamo.errors import InputError
-from te_dynamo.inspect.target import parameters_of, tensors_in
+from te_dynamo.inspect.target import tensors_in
 
 
 @dataclasses.dataclass
@@ -43,12 +43,11 @@ def run_step(
     value = _loss_of(result, loss)
     outputs = [out for out in tensors_in(result) if out.is_floating_point()]
     roots = [out for out in (outputs if value is None else [value]) if out.requires_grad]
-    named: dict[str, Tensor] = {**parameters_of(target)}
+    named: dict[str, Tensor] = dict(target.named_parameters()) if isinstance(target, nn.Module) else {}
     named |= {f"input {i}": tensor for i, tensor in enumerate(tensors_in((args, kwargs)))}
     leaves = {name: leaf for name, leaf in named.items() if leaf.requires_grad and leaf.is_leaf}
     gradients: dict[str, Tensor] = {}
-    has_run = any(leaf.grad is not None for leaf in leaves.values())  # backward, by the function itself
-    if backward and roots and leaves and not has_run:
+    if backward and roots and leaves:
         seeds = [torch.ones_like(root) if value is not None else _direction(root) for root in roots]
         session.in_backward = True
         try:

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = _parser(arguments).parse_args(arguments)
         with contextlib.nullcontext() if debug else _quiet():
             status: int = parsed.run(parsed)
-        print(end="", flush=True)  # what cannot be written when Python ends is no failure of ours
+        print(end="", flush=True)  # here, so that a failure to write is reported
         return status
     except BrokenPipeError:  # `| head` has read enough
         _drop_what_cannot_be_written()

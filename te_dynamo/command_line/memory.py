@@ -20,7 +20,6 @@ def free_bytes(device: str) -> int:
         limit, used, stat = ((_CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current", "stat"))
     except OSError:  # no container
         return free
-    files = sum(
-        map(int, re.findall(r"^(?:in)?active_file (\d+)$", stat, re.MULTILINE))
-    )  # given up for what needs memory
+    # The kernel gives these up when memory is needed.
+    files = sum(map(int, re.findall(r"^(?:in)?active_file (\d+)$", stat, re.MULTILINE)))
     return free if limit == "max" else min(free, int(limit) - int(used) + files)

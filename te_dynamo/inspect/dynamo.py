@@ -21,7 +21,7 @@ from te_dynamo.user_code import traced_code
 
 @dataclasses.dataclass(frozen=True)
 class GraphBreak:
-    """Where Dynamo split the model, or gave a function up: "file.py:17" ("" where unknown) and its reason, `cause_of` what Dynamo says."""
+    """Where Dynamo split the model, or gave a function up: "file.py:17" ("" where unknown) and its reason, as `cause_of` words it."""
 
     source: str
     reason: str

@@ -24,18 +24,10 @@ from te_dynamo.inspect.explanation_text import gpu_name, of_slower, parts_of
 from te_dynamo.inspect.fake_autocast import cpu_autocast_on_cuda
 from te_dynamo.inspect.fake_cuda import checked_gpu, fake_cuda, moved
 from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_rows
-from te_dynamo.inspect.graphs.capture import Captured, capture, reports_heard
+from te_dynamo.inspect.graphs.capture import Captured, capture
 from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
 from te_dynamo.inspect.tables import text_of
-from te_dynamo.inspect.target import (
-    holder_of,
-    not_in_place,
-    options_and_mode,
-    parameters_of,
-    tensors_in,
-    unchanged,
-    unwrap,
-)
+from te_dynamo.inspect.target import holder_of, not_in_place, options_and_mode, tensors_in, unchanged, unwrap
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.options import UNSET, Options, names_near_keywords
 from te_dynamo.rates import published, rates_of
@@ -261,8 +253,7 @@ def explain(
     """Compiles `model` afresh with backend "te", runs it once on `args` and `kwargs`, and says what happened.
 
     model:         a module, a function, or the result of torch.compile: then what it wraps is compiled, with
-                   its own options and mode where none are given, also those of `model.compile()`. Of a function's models those count that it
-                   names: variables around it, what it is bound to, lists of these.
+                   its own options and mode where none are given, also those of `model.compile()`.
     recipe, rules, mode: as for te_dynamo.compile.
     options:       as for torch.compile. Code is generated with {"codegen": "inductor"} alone: then "lowered" says what runs each operation.
     device:        "h200", "h100", "b200", "rtx4090": what a GPU of that name would do, whatever the machine. The model is rewritten for it
@@ -273,8 +264,8 @@ def explain(
 
     Runs forward and, where an output requires grad, backward; then forward once more without the compiler, on fake tensors where data does
     not decide what runs, to count the FLOPs of all matrix products. Left as they were: parameters, `.grad`,
-    buffers (BatchNorm's statistics), what modules hold, in lists and dictionaries too (one that decompresses its weights at its first call
-    has the codes again), train or eval, torch's random state, earlier compilations, Dynamo's counters and the sizes that it has
+    buffers (BatchNorm's statistics), what modules hold (one that decompresses its weights at its first call has the codes again), train or
+    eval, torch's random state, earlier compilations, Dynamo's counters and the sizes that it has
     seen, torch's caches on disk. Not undone: what the model's own Python code does elsewhere (prints, in-place writes to
     the arguments), and tensor hooks, which run. Of code that was compiled before, Dynamo's table keeps an empty entry for each
     explanation, which counts towards `accumulated_recompile_limit` (256) alone.
@@ -342,18 +333,15 @@ def _compile_and_run(
 ) -> tuple[Captured, list[GraphBreak], tuple[MatrixFlops | None, list[MatchRecord]]]:
     """(the graphs, where they break, all FLOPs and the rows of what is in no graph)"""
     # A new backend object: an equal one would find the code that the user compiled earlier and run no pass.
-    runs: Counter[int] = Counter()
-    backend = _fresh(_te_backend(), runs)
+    backend = _fresh(_te_backend())
     compiled = torch.compile(target, backend=backend, options=dict(options))
     with warnings.catch_warnings(), not_compared(), capture() as graphs, not_in_place(target):
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
-        # Backward is compiled with forward: of what no output that is found here leads to, nobody would call it.
+        # Backward is compiled with forward: some outputs are not found here, and nobody would call theirs.
         with dynamo_untouched() as seen, torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
             _run(compiled, target, args, kwargs)
         flops = _matrix_flops(target, args, kwargs)
     _begin_in(target, graphs.reports)
-    if flops is not None:
-        _count_runs([report for report in graphs.reports if runs[id(report)] > 1], _linears(graphs.reports), flops)
     _name_stored(target, _linears(graphs.reports))
     left_out = list(rows_left_out(target, flops, _linears(graphs.reports), seen))
     return graphs, breaks_and_skips(seen), (flops, left_out)
@@ -395,15 +383,6 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
     return type(one) is type(other) and forms[0] == forms[1]
 
 
-def _count_runs(again: Sequence[Report], rows: Sequence[MatchRecord], flops: MatrixFlops) -> None:
-    """Gives the rows of graphs that ran `again`, behind a graph break in a loop, what their modules did in all of these runs."""
-    for owner in dict.fromkeys(match.owner for match in _linears(again)):
-        of_it = [match for match in rows if match.owner == owner]
-        times = flops.by_weight[owner] / (sum(match.flops for match in of_it) or 1)
-        for match in of_it if times else ():
-            match.flops, match.us = round(match.flops * times), tuple(us * times for us in match.us)
-
-
 def _name_stored(target: Any, linears: Sequence[MatchRecord]) -> None:
     modules = dict(target.named_modules()) if isinstance(target, nn.Module) else {}
     for match in linears:
@@ -417,9 +396,9 @@ def _linears(reports: Sequence[Report]) -> list[MatchRecord]:
 
 def _run(compiled: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> None:
     outputs = [out for out in tensors_in(compiled(*args, **kwargs)) if out.requires_grad]
-    leaves = [leaf for leaf in (*parameters_of(target).values(), *tensors_in((args, kwargs))) if leaf.requires_grad]
-    has_run = any(leaf.grad is not None for leaf in leaves if leaf.is_leaf)  # backward, by the function itself
-    if outputs and leaves and not has_run:
+    parameters = list(target.parameters()) if isinstance(target, nn.Module) else []
+    leaves = [leaf for leaf in (*parameters, *tensors_in((args, kwargs))) if leaf.requires_grad]
+    if outputs and leaves:
         torch.autograd.grad(outputs, leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
 
 
@@ -431,18 +410,9 @@ def _te_backend() -> Callable[..., Any]:
     return torch._dynamo.lookup_backend("te")
 
 
-def _fresh(backend: Callable[..., Any], runs: Counter[int]) -> Callable[..., Any]:
-    """runs: how often each graph ran, by the id of its report."""
-
+def _fresh(backend: Callable[..., Any]) -> Callable[..., Any]:
     def te(gm: Any, example_inputs: Any, **options: Any) -> Any:
-        with reports_heard() as reports:
-            graph = backend(gm, example_inputs, **options)
-
-        def run(*args: Any) -> Any:
-            runs.update(map(id, reports))
-            return graph(*args)
-
-        return run
+        return backend(gm, example_inputs, **options)
 
     return te
 

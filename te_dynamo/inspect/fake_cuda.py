@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 from te_dynamo.errors import InvalidOptionError
 from te_dynamo.inspect.device_guard import ensure_device_guard
 from te_dynamo.inspect.fake_autocast import autocast_on_cuda
-from te_dynamo.inspect.target import exchange_tensors, held_as_before, modules_of
+from te_dynamo.inspect.target import exchange_tensors, held_as_before
 from te_dynamo.kernels.runtime.target import TARGETS, Target, acting_as
 from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.quantized.tensor_proto import TensorProto
@@ -266,9 +266,10 @@ def inductor_until(owner: Any, name: str, last: Callable[..., object]) -> Iterat
 @contextlib.contextmanager
 def moved(target: Any, tree: Any) -> Iterator[Any]:
     """Inside `fake_cuda`: a module's tensors are fake ones on "cuda" until the context ends; gives `tree` with such tensors too."""
+    modules = list(target.modules()) if isinstance(target, nn.Module) else []
     fakes: dict[int, Tensor] = {}
     with held_as_before(target):
-        for module in modules_of(target):
+        for module in modules:
             exchange_tensors(module, lambda tensor: _faked(tensor, fakes))
         yield tree_map(lambda leaf: _faked(leaf, fakes) if isinstance(leaf, Tensor) else leaf, tree)
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from te_dynamo.inspect.target import exchange_tensors, held_as_before, modules_of, tensors_in
+from te_dynamo.inspect.target import exchange_tensors, held_as_before, tensors_in
 from te_dynamo.report import MatchRecord
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -53,7 +53,7 @@ def count_matrix_flops(target: Callable[..., Any], args: Any, kwargs: Any) -> Ma
         if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
             fakes = FakeTensorMode(allow_non_fake_inputs=True)
             with contextlib.suppress(Exception), held_as_before(target), fakes:
-                for module in modules_of(target):
+                for module in target.modules() if isinstance(target, nn.Module) else ():
                     exchange_tensors(module, fakes.from_tensor)  # a forward may set the data of its own
                 return _count(target, *_copied((args, kwargs)))
         with held_as_before(target):

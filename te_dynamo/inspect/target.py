@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import operator
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,9 +15,6 @@ from te_dynamo.options import UNSET, Options
 
 _REGISTRIES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
 """What a module keeps its parameters, buffers, children and hooks in."""
-
-_MOST_MODULES = 4096
-"""In a list or dictionary: a longer one holds data, such as a tokenizer's words, and nobody looks into it."""
 
 
 def unwrap(model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -66,99 +60,29 @@ def not_in_place(target: Any) -> Iterator[None]:
             target._compiled_call_impl = compiled
 
 
-def roots_of(target: Any) -> dict[str, nn.Module]:
-    """The module, by ""; of a function the modules that it names, by their names: variables around it, what it is bound to, what is in lists of
-    these, and what the functions among them name. Those that a module has in lists too, where torch does not look."""
-    found: dict[str, nn.Module] = {}
-    seen: dict[int, Any] = {}
-    waiting = deque([("", target)])
-    while waiting:
-        path, each = waiting.popleft()
-        if id(each) in seen:
-            continue
-        seen[id(each)] = each
-        if isinstance(each, nn.Module):
-            found[path] = each
-        waiting += [(f"{path}.{name}".strip("."), value) for name, value in _named_by(each).items()]
-    return found
-
-
-def _named_by(value: Any) -> Mapping[Any, Any]:
-    if isinstance(value, nn.Module):
-        held = (
-            (f"{path}.{name}", kept) for path, module in value.named_modules() for name, kept in vars(module).items()
-        )
-        return {
-            at: kept
-            for at, kept in held
-            if isinstance(kept, (list, tuple, dict)) and at.rpartition(".")[2] not in _REGISTRIES
-        }
-    if inspect.ismethod(value):
-        bound = value.__self__
-        return {"": bound} if isinstance(bound, nn.Module) else {**getattr(bound, "__dict__", {}), "": value.__func__}
-    if isinstance(value, functools.partial):
-        return {"": value.func, **dict(enumerate(value.args)), **value.keywords}
-    if inspect.isfunction(value) and not f"{value.__module__}.".startswith("torch."):
-        with contextlib.suppress(ValueError):  # a variable without a value yet
-            variables = inspect.getclosurevars(value)
-            return {**variables.globals, **variables.nonlocals}
-    if not isinstance(value, (list, tuple, dict)) or len(value) > _MOST_MODULES:
-        return {}
-    return value if isinstance(value, dict) else dict(enumerate(value))
-
-
-def modules_of(target: Any) -> list[nn.Module]:
-    """All modules in its roots."""
-    return [*dict.fromkeys(module for root in roots_of(target).values() for module in root.modules())]
-
-
-def parameters_of(target: Any) -> dict[str, nn.Parameter]:
-    """All parameters in its roots, by their paths."""
-    paths: dict[nn.Parameter, str] = {}
-    for at, root in roots_of(target).items():
-        for path, parameter in root.named_parameters():
-            paths.setdefault(parameter, f"{at}.{path}".strip("."))
-    return {path: parameter for parameter, path in paths.items()}
-
-
 @contextlib.contextmanager
 def held_as_before(target: Any) -> Iterator[None]:
-    """Puts back what its modules hold, in lists too: a model may decompress, offload or wrap its parameters when it is first called, and keep
-    tensors of a call. Not of a module that has become one of another class, as a lazy one does."""
-    held = [(module, type(module), list(_contents(module))) for module in modules_of(target)]
+    """Puts back what its modules hold: a model may decompress, offload or wrap its parameters when it is first called, and keep tensors of a
+    call. Not of a module that has become one of another class, as a lazy one does."""
+    modules = list(target.modules()) if isinstance(target, nn.Module) else []
+    held = [(module, type(module), list(_contents(module))) for module in modules]
     try:
         yield
     finally:
         for module, cls, contents in held:
             for owner, before in contents if type(module) is cls else ():
-                if _is_other(owner, before):
+                if owner.keys() != before.keys() or any(owner[key] is not before[key] for key in before):
                     owner.clear()
-                    owner.extend(before) if isinstance(owner, list) else owner.update(before)
+                    owner.update(before)
 
 
-def _is_other(owner: Any, before: Any) -> bool:
-    if isinstance(owner, dict):
-        return [*owner] != [*before] or _is_other([*owner.values()], [*before.values()])
-    return len(owner) != len(before) or not all(map(operator.is_, owner, before))
-
-
-def _contents(module: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """(a dictionary or a list, a copy) of the attributes and registries, of what is in them, and of a registry of a library's own class the
-    dictionaries in that."""
+def _contents(module: nn.Module) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(a dictionary, what is in it) of the attributes and registries, and of a registry of a library's own class the dictionaries in that."""
     own = vars(module)
-    registries = [own[name] for name in _REGISTRIES if name in own]
-    waiting = [
-        own,
-        *(each for registry in registries if not isinstance(registry, dict) for each in vars(registry).values()),
-    ]
-    seen: set[int] = set()
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, (dict, list)) and id(each) not in seen:
-            seen.add(id(each))
-            yield each, dict(each) if isinstance(each, dict) else list(each)
-            if len(each) <= _MOST_MODULES:
-                waiting += each.values() if isinstance(each, dict) else each
+    yield own, dict(own)
+    for registry in [own[name] for name in _REGISTRIES if name in own]:
+        inside = [registry] if isinstance(registry, dict) else vars(registry).values()
+        yield from ((each, dict(each)) for each in inside if isinstance(each, dict))
 
 
 def exchange_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
@@ -172,8 +96,9 @@ def exchange_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> No
 
 @contextlib.contextmanager
 def unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
-    """Puts back the random state, what the modules hold, every buffer and input that the run writes to, and `.grad`, which is None inside."""
-    buffers = [(module, dict(module._buffers.items())) for module in modules_of(target)]
+    """Puts back the random state, what the modules hold, and every buffer and input that the run writes to."""
+    modules = list(target.modules()) if isinstance(target, nn.Module) else []
+    buffers = [(module, dict(module._buffers.items())) for module in modules]
     copies = {
         id(b): (b, _version(b), b.detach().clone())
         for _, named in buffers
@@ -182,16 +107,10 @@ def unchanged(target: Any, args: Any, kwargs: Any) -> Iterator[None]:
     }
     given = [(x, _version(x), x.detach().clone()) for x in tensors_in((args, kwargs)) if type(x) is Tensor]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    leaves = [*parameters_of(target).values(), *(x for x in tensors_in((args, kwargs)) if x.is_leaf)]
-    grads = [(leaf, leaf.grad) for leaf in leaves if leaf.requires_grad]
     with torch.random.fork_rng(devices=devices), held_as_before(target):
-        for leaf, _ in grads:
-            leaf.grad = None
         try:
             yield
         finally:
-            for leaf, grad in grads:
-                leaf.grad = grad
             for module, named in buffers:
                 if isinstance(module._buffers, dict):  # not those of a scripted module, which nobody replaces
                     module._buffers.update(named)

@@ -189,10 +189,7 @@ def test_a_function_and_a_frozen_model():
     found = te_dynamo.compare(lambda x: F.linear(x, weight).sum(), x)
     assert found.summary["loss"] is not None and len(found.rows) == 1 and found.rows[0].module == ""
     assert found.suggest_rules(min_snr=100) == []  # no path that a rule could name
-    model = nn.Linear(32, 32)
-    found = te_dynamo.compare(lambda y: model(y).sum(), x.detach())
-    assert found.rows[0].dw_snr_db > 20 and {*found.summary["gradients"]} == {"model.weight", "model.bias"}
-    model.requires_grad_(False)
+    model = nn.Linear(32, 32).requires_grad_(False)
     te_dynamo.freeze(model)
     with torch.no_grad():
         assert te_dynamo.compare(model, torch.randn(8, 32)).rows[0].output_snr_db > 20

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import te_dynamo
 from te_dynamo.inspect.flops import count_matrix_flops
 
 
@@ -44,29 +43,3 @@ def test_a_weight_of_torchao_is_a_weight() -> None:
     model.weight = nn.Parameter(ao.Float8Tensor.from_hp(model.weight), requires_grad=False)
     found = count_matrix_flops(model, (torch.randn(2, 128),), {})
     assert (found.by_weight, found.activations) == ({"": 2 * 2 * 64 * 128}, 0)
-
-
-class Block(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
-
-
-class Repeated(nn.Module):
-    """A block that runs eleven times, each behind a graph break, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.head = Block(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(11):
-            torch._dynamo.graph_break()
-            x = self.block(x)
-        return self.head(x)
-
-
-def test_a_graph_that_runs_several_times_counts_as_often() -> None:
-    found = te_dynamo.explain(Repeated(), torch.ones(32, 64), rules=[("head", None)])
-    assert found.coverage == pytest.approx(11 / 12)
-    assert "the rows are 100.0% of the model's matrix FLOPs" in found.headline
-    assert sum(linear.flops for linear in found.linears) == 12 * 2 * 32 * 64 * 64

@@ -232,10 +232,6 @@ def in_place(kind: str) -> None:
     assert [x.data_ptr() for x in actual] == [dy.data_ptr(), up.data_ptr()]
 
 
-if __name__ == "__main__":
-    main()
-
-
 def test_halves_of_rows_that_data_counts_are_read_where_they_lie() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -246,3 +242,7 @@ def test_halves_of_rows_that_data_counts_are_read_where_they_lie() -> None:
         halves = torch.empty(rows, 512).chunk(2, -1)
         assert all(gated.in_rows(half) is half and gated._row_stride(half) == 512 for half in halves)
     assert not shape_env.guards
+
+
+if __name__ == "__main__":
+    main()

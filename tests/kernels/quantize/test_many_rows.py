@@ -49,7 +49,7 @@ def test_offsets_inside_of_a_tile_of_the_transpose_have_32_bits(rows: int) -> No
     tiles = [current.cast_tile(rows, 1024, True)]
     tiles += [write_tile(name, 2, (rows, 1024), True, False, False) for name in LARGE_TILES]
     for block_m, block_k, _ in tiles:
-        assert (block_k - 1) * (rows + 15) // 16 * 16 + block_m <= 2**31
+        assert (block_k - 1) * ((rows + 15) // 16 * 16) + block_m <= 2**31
 
 
 def main() -> None:
