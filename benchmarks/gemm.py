@@ -267,16 +267,14 @@ def graph_time(provider: Provider, rep_ms: int) -> float:
 
 
 def worth_trying(problem: Problem, kind: str) -> list[Tile]:
-    """The product's tile, and those that the cost model does not put far from it, to keep the sweep short."""
-    chosen = problem.chosen(kind)
-    best = estimated_us(chosen, *problem.shape, problem.target)
+    """The tiles that the cost model does not put far from the best, to keep the sweep short."""
+    best = estimated_us(problem.chosen(kind), *problem.shape, problem.target)
     near = [
         tile
         for tile in (*problem.tiles, *problem.specialized)
         if estimated_us(tile, *problem.shape, problem.target) < 3 * best
     ]
-    fitted = [tile.fitted(2, problem.target) for tile in near]
-    return list(dict.fromkeys([chosen, *filter(None, fitted)]))
+    return [fitted for tile in near if (fitted := tile.fitted(2, problem.target))]
 
 
 def sweep(
@@ -290,9 +288,8 @@ def sweep(
         providers: dict[str, Provider] = {"bf16": problem.bf16}
         for kind in problem.kinds:
             tiles = worth_trying(problem, kind) if everything else [problem.chosen(kind)]
-            found = {f"{kind} cublas": problem.cublas(kind)}
-            found |= {f"{kind} {short(tile)}": problem.tile(kind, tile) for tile in tiles}
-            providers |= {name: provider for name, provider in found.items() if provider is not None}
+            found = [("cublas", problem.cublas(kind)), *((short(tile), problem.tile(kind, tile)) for tile in tiles)]
+            providers |= {f"{kind} {name}": provider for name, provider in found if provider is not None}
         ms = measure(providers, rounds, rep_ms)
         tflops = {name: 2 * m * n * k / each / 1e9 for name, each in ms.items()}
         print(f"{label}: {m} x {n} x {k}  bf16 {tflops['bf16']:.0f} TFLOP/s, {ms['bf16'] * 1e3:.1f} us")

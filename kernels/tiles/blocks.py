@@ -173,7 +173,7 @@ MOST_IN_Z = 65535
 
 
 def group_of_rows(rows: Size, tile_rows: int, group: int = 1) -> int:
-    """`group`, or as many more rows of tiles as make the number of groups, a grid's third, one that CUDA takes; of a symbolic size by its hint."""
+    """How many rows of tiles are one group: `group`, or more where CUDA would not take that many groups. A symbolic size counts as its hint."""
     return max(group, blocks_of(size_hint(rows), tile_rows * MOST_IN_Z))
 
 

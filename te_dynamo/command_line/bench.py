@@ -53,9 +53,10 @@ def run(parsed: argparse.Namespace) -> int:
     with torch.cuda.device(device):  # whose clock, memory and name are asked
         with compiling.compiling(subject, parsed.dynamic):
             rows = rows_of(subject, options, parsed.mode, parsed.rounds)
-        print(
-            json.dumps([dataclasses.asdict(row) for row in rows], indent=1) if parsed.json else text_of([_table(rows)])
-        )
+        if parsed.json:
+            print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+        else:
+            print(text_of([_table(rows)]))
     return 0
 
 

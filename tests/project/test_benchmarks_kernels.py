@@ -44,6 +44,33 @@ def test_a_gemm_is_a_row_for_each_shape_and_way_of_scaling(
     ]
 
 
+def test_a_sweep_times_every_tile_of_a_kind(
+    import_benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile of fast and one of slow accumulation may have one name."""
+    gemm = import_benchmark("gemm")
+
+    class Fake(gemm.Problem):
+        def __init__(self, m: int, n: int, k: int) -> None:
+            self.shape, self.target = (m, n, k), TARGETS["h200"]
+            self.x = torch.empty(0)
+
+        def tile(self, kind: str, tile: Any) -> Any:
+            return (lambda: None) if tile.fast == (kind == "fast") else None
+
+        def cublas(self, kind: str) -> Any:
+            return None
+
+    timed: list[str] = []
+    monkeypatch.setitem(gemm.FORMATS, "tensor", Fake)
+    monkeypatch.setattr(gemm, "target_of", lambda device: TARGETS["h200"])
+    monkeypatch.setattr(gemm, "measure", lambda found, *_: timed.extend(found) or dict.fromkeys(found, 1.0))
+    gemm.sweep("tensor", [("decode", 1, 14336, 4096)], rounds=1, rep_ms=1, everything=True)
+    assert {"fast 64x128x128 w4 s5", "slow 64x128x128 w4 s5", "fast 128x128x128 w12 s6", "slow 128x128x128 w12 s6"} <= {
+        *timed
+    }
+
+
 def test_a_grouped_gemm_that_fails_keeps_its_row(
     import_benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:

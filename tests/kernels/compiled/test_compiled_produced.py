@@ -14,6 +14,7 @@ CASES = {
     "rows and columns": r" in (1x128|128x128|MXFP8 32|MXFP8 128|rows), rows and columns",
     "rows": r" in (1x128|128x128|MXFP8 32|MXFP8 128|rows), rows(,|$)",
 }
+MARKS = {"rows and columns": pytest.mark.slow, "rows": EXHAUSTIVE}
 
 
 def test_no_recorded_kernel_spills(import_benchmark: Callable[[str], ModuleType]) -> None:
@@ -28,9 +29,7 @@ def test_no_recorded_kernel_spills(import_benchmark: Callable[[str], ModuleType]
     "name",
     ["h200", *(pytest.param(other, marks=EXHAUSTIVE) for other in ("l40s", "b200", "rtx5090"))],
 )
-@pytest.mark.parametrize(
-    "cases", ["fast", pytest.param("rows and columns", marks=pytest.mark.slow), pytest.param("rows", marks=EXHAUSTIVE)]
-)
+@pytest.mark.parametrize("cases", [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
 def test_no_register_is_spilled(name: str, cases: str, import_benchmark: Callable[[str], ModuleType]) -> None:
     rows = import_benchmark("targets").compiled(name, CASES[cases])
     assert rows
