@@ -230,13 +230,16 @@ SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflo
 """What kernels/gemm/specialized/product.py runs with scales of blocks."""
 
 
+_OF_HALF_SIZE = {SPECIALIZED: 1240, SPECIALIZED_FAST: 1370, SPECIALIZED_BLOCK: 1200}
+"""The specialized kernel's tiles -> `tflops` of one half as large, for products with too few of the others to fill the GPU."""
+
+
 def _small(tile: Tile) -> Tile:
-    """What the specialized kernel runs where there are too few larger tiles to fill the GPU. No GPU has timed them: `tflops` is the larger
-    one's, and only timing chooses them."""
-    return dataclasses.replace(tile, block_m=128, block_n=128, num_stages=6, halves=False, group_m=8)
+    tflops = _OF_HALF_SIZE[tile]
+    return dataclasses.replace(tile, block_m=128, block_n=128, num_stages=6, tflops=tflops, halves=False, group_m=8)
 
 
-SPECIALIZED_SMALL = tuple(map(_small, (SPECIALIZED, SPECIALIZED_FAST, SPECIALIZED_BLOCK)))
+SPECIALIZED_SMALL = tuple(map(_small, _OF_HALF_SIZE))
 
 
 GROUPED_TILES: tuple[Tile, ...] = (

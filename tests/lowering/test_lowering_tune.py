@@ -121,7 +121,7 @@ def test_what_is_said_of_cublaslt_is_what_was_measured(import_benchmark: Callabl
             and tuning._is_slower(Product(m, n, k, scaling="1x128").plain, H200)
         ):
             shares.append(row["te_tflops"] / row["cublas_tflops"])
-    assert len(shares) == 2 * 9 and (round(min(shares), 2), round(max(shares), 2)) == (0.55, 0.97)
+    assert len(shares) == 2 * 9 and (round(min(shares), 2), round(max(shares), 2)) == (0.59, 0.97)
 
 
 def test_a_hair_faster_alone_is_no_reason() -> None:

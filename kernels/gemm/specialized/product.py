@@ -277,8 +277,11 @@ def _multiply(
 
 @gluon.jit
 def _segment_at(position, STACK: gl.constexpr):
-    """The segment that holds a position."""
-    return (position >= STACK[2]).to(gl.int32) + (position >= STACK[3]).to(gl.int32)
+    """The segment that holds a position, the last one of those past the end, which a group's rows or columns can be."""
+    segment = (position >= STACK[2]).to(gl.int32)
+    if STACK[1] == 3:
+        segment += (position >= STACK[3]).to(gl.int32)
+    return segment
 
 
 @gluon.jit

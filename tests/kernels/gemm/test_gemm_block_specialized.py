@@ -14,7 +14,7 @@ from helpers.models.snapshot_models import kernels_everywhere
 from torch import fx
 
 from te_dynamo.dialect.gemm import values_of
-from te_dynamo.kernels.gemm.choose import TUNED, Choice, Product, choose, choose_for
+from te_dynamo.kernels.gemm.choose import Choice, Product, choose, choose_for
 from te_dynamo.kernels.gemm.multiply import choice_of, run
 from te_dynamo.kernels.gemm.specialized.product import (
     gemm_specialized_out,
@@ -114,17 +114,14 @@ def test_lowering_leaves_a_large_gemm_to_be_called_and_launches_others() -> None
         assert lower(graph_of_gemm(256, 512, 128, False, True)) == [("te.gemm", "Triton")]
 
 
-def test_a_small_tile_is_called_where_timing_chose_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Product(1024, 14336, 4096, scaling="1x128").plain
-    assert choose(plain, H200).tile not in SPECIALIZED_SMALL, "by the cost model"
-    monkeypatch.setitem(TUNED, (plain, H200), Choice("specialized", SPECIALIZED_SMALL[2]))
-    choose.cache_clear()
+def test_a_small_tile_is_called_where_larger_ones_leave_much_of_the_gpu_idle() -> None:
+    size = (512, 4096, 14336)
+    assert choose(Product(*size, scaling="1x128"), H200) == Choice("specialized", SPECIALIZED_SMALL[2])
     with fake_cuda(), kernels_everywhere():
-        graph = graph_of_gemm(1024, 14336, 4096, False, True)
+        graph = graph_of_gemm(*size, False, True)
         asked = values_of(next(node for node in graph.nodes if node.target is torch.ops.te.gemm.default))
         assert extern_gemm._of_gemm(asked) == {"fast": False, "scaling": "1x128 128x128", "small": True}
         assert lower(graph) == [("te.gemm", "Gluon")]
-    choose.cache_clear()
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from te_dynamo.kernels.gemm.choose import Product, choose, stacking_pays
 from te_dynamo.kernels.gemm.multiply import gemm_options
 from te_dynamo.kernels.gemm.product import gemm_kernel
 from te_dynamo.kernels.gemm.specialized.product import (
+    _segment_at,
     gemm_specialized_kernel,
     gemm_specialized_out,
     specialized_options,
@@ -247,6 +248,25 @@ CASES = [
     quantize_case(False),
     quantize_case(True),
 ]
+
+
+class Position(int):
+    """A position as kernels compare it."""
+
+    def __ge__(self, edge: int) -> Position:
+        return Position(int(self) >= edge)
+
+    def to(self, dtype: object) -> int:
+        return int(self)
+
+
+@pytest.mark.parametrize("segments", [PAIR, TRIPLE], ids=str)
+def test_positions_past_the_end_are_of_the_last_segment(segments: tuple[int, ...]) -> None:
+    """Tiles of the specialized kernel reach past M and N by more than a segment's multiple: the scale that they read is one of them."""
+    _, count, *edges = (stacking := Stacking("N", segments).constants()).values()
+    assert list(stacking) == ["STACKED", "SEGMENTS", "EDGE_1", "EDGE_2"]
+    found = [_segment_at.fn(Position(at), ("N", count, *edges)) for at in range(0, sum(segments) + 257, 128)]
+    assert found == [segment for segment, length in enumerate(segments) for _ in range(length // 128)] + [count - 1] * 3
 
 
 @pytest.mark.slow
