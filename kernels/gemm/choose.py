@@ -61,12 +61,10 @@ from te_dynamo.kernels.runtime.margin import gemm_target
 from te_dynamo.kernels.runtime.target import Target
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, SEGMENT_MULTIPLE, Stacking
 
-CALL_US = 50.0
-"""From here on a call pays, which Inductor's code makes in the place of a launch.
-
-From 25 us on, measured on an H200: a step of a Llama-1B block costs the CPU a tenth more, with kernels that are no faster. In a CUDA
-graph, where a call costs nothing, a step of an MLP of width 1024 gains 6%, and that of the Llama-1B block nothing.
-"""
+CALL_US = 50.0  # from here on a call pays, which Inductor's code makes in the place of a launch
+_LAUNCHES_US = (
+    2 * 1.22
+)  # of the GPU, for a product and the quantization of an operand of its own (te_dynamo/rates.py has the launch)
 _SMALLEST_DECODE_WEIGHT = 4 * 2**20  # bytes: below, the time is not that of reading it
 
 
@@ -333,7 +331,7 @@ def can_decode(p: Product, target: Target) -> DecodeTile | None:
 
 
 def stacking_pays(product: Product, target: Target) -> bool:
-    """Whether a stacked product takes no longer than one for each segment, and in forward (along N) has their bits.
+    """Whether a stacked product takes no longer than one for each segment, launches included, and in forward (along N) has their bits.
 
     One program makes the whole sum of a stacked GEMM, which rounds otherwise than a GEMM that cuts K. Along K apart, the
     products have to be written and read again for their sum. Between scales of blocks there is no border: that stack runs as any product.
@@ -352,7 +350,8 @@ def stacking_pays(product: Product, target: Target) -> bool:
         if any(few_rows):
             return False  # a segment's own bits are another kernel's, perhaps with K in parts
     tile = _specialized_tile(product, target) or _usual_tile(product, target)
-    apart = (len(segments) - 1) * product.m * product.n * 4 / REDUCE_BYTES_PER_US if along == "K" else 0.0
+    added_us = product.m * product.n * 4 / REDUCE_BYTES_PER_US if along == "K" else 0.0
+    apart = (len(segments) - 1) * (added_us + _LAUNCHES_US)
     for part in parts:
         own = _usual_tile(part, target)
         if along == "N" and (own.split_k > 1 or tile.split_k > 1):

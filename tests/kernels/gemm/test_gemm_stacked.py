@@ -189,6 +189,15 @@ def test_one_gemm_is_taken_where_it_is_faster() -> None:
         assert not is_specialized(256, 256, 256, True, along)
 
 
+@pytest.mark.parametrize(("width", "kv", "fast"), [(2048, 512, False), (2560, 2560, True), (5120, 5120, True)])
+def test_launches_count(width: int, kv: int, fast: bool) -> None:
+    """q, k and v of 8192 tokens would be as fast apart, by their products' times alone."""
+    segments = (width, kv, kv)
+    whole = sum(segments)
+    for along, size in {"N": (8192, whole, width), "K": (8192, width, whole), "M": (whole, width, 8192)}.items():
+        assert pays(*size, fast, Stacking(along, segments)), along
+
+
 # -- machine code ------------------------------------------------------------------------------------
 
 ARGS = {
