@@ -15,8 +15,15 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def collect(device: str) -> dict[str, str]:
-    """Device, driver, versions, commit and UTC date; "unknown" or "none" where there is nothing to read."""
+    """Device, driver, versions, commit and UTC date; "unknown" or "none" where there is nothing to read.
+
+    Ends the program with one line where the device is a GPU and torch finds none.
+    """
     gpu = device.startswith("cuda")
+    if gpu and not torch.cuda.is_available():
+        raise SystemExit(
+            "this benchmark needs a CUDA device, and torch finds none; --device cpu, where there is one, tries whether it runs"
+        )
     return {
         "device": torch.cuda.get_device_name(device) if gpu else f"CPU ({platform.machine()})",
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else "none",

@@ -10,7 +10,7 @@ The numbers of each format: docs/numerics.md.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from te_dynamo.errors import InvalidOptionError, QuantizationError
 from te_dynamo.quantized.quantizers import (
@@ -22,6 +22,9 @@ from te_dynamo.quantized.quantizers import (
     Quantizer,
     check_linear,
 )
+
+if TYPE_CHECKING:
+    from te_dynamo.kernels.runtime.target import Target
 
 __all__ = [
     "as_recipe",
@@ -89,6 +92,10 @@ class Recipe:
     def fast_accum(self) -> tuple[bool, bool, bool]:
         """Whether fprop, dgrad and wgrad may keep their sums in the tensor core's own reduced-precision accumulator."""
         return False, False, False
+
+    def is_emulated(self, target: Target) -> bool:
+        """Whether a GPU's tensor cores do not multiply the operands: it multiplies their values in bf16, exactly, and slower than bf16."""
+        return self.input_quantizer().scaling() in ("1x16", "1x32") and not target.has_block_scales
 
     def describe(self) -> str:
         """The name, and the fields that are not at their default: "mxfp8(scale_block=128)"."""

@@ -31,9 +31,6 @@ _RECIPES: tuple[recipes.Recipe, ...] = (
 )
 """A row each: the recipes by name, and the variant that runs on other tensor cores."""
 
-_OF_SMALL_BLOCKS = {"mxfp8", "nvfp4"}
-"""Recipes whose operands only tensor cores with block scales read. The others' every tensor core reads that knows FP8."""
-
 _EMULATED = "exact emulation, its values multiplied in bf16, slower than bf16"
 
 
@@ -113,7 +110,7 @@ def diagnose() -> Diagnosis:
     _find_versions(found)
     _find_backend(found)
     target = _find_device(found)
-    found.recipes = [(r.describe(), *_recipe_support(r.describe(), target)) for r in _RECIPES]
+    found.recipes = [(r.describe(), *_recipe_support(r, target)) for r in _RECIPES]
     _find_privates(found)
     return found
 
@@ -203,14 +200,14 @@ def _timed_products() -> str:
     return f"{state} ({remembered_file(PRODUCTS)})"
 
 
-def _recipe_support(name: str, target: Target | None) -> tuple[str, str]:
+def _recipe_support(recipe: recipes.Recipe, target: Target | None) -> tuple[str, str]:
     """("native" | "emulated" | "reference" | "16 bits", why) on a GPU; None for no device."""
     if target is None:
         return "reference", "no CUDA device: PyTorch reference code, the same results, much slower than bf16"
     here = "sm_{}{}".format(*target.capability)
     if reason := why_no_kernels(target):
         return "16 bits", f"{reason}; a linear that a rule names runs reference code, without speed"
-    if name not in _OF_SMALL_BLOCKS or target.has_block_scales:
+    if not recipe.is_emulated(target):
         tested = "" if target.measured else "; compiled for it, measured on sm_90 only"
         return "native", f"tensor cores of {here} read its operands{tested}"
     return "emulated", f"{here} has no tensor core for its operands: {_EMULATED}"

@@ -108,11 +108,12 @@ def test_torch_that_cannot_use_the_device_is_a_problem(monkeypatch):
     ],
 )
 def test_recipe_support(name, capability, runs):
-    assert doctor._recipe_support(name, described("a GPU", capability, 100, 99 * 1024))[0] == runs
+    recipe = next(recipe for recipe in doctor._RECIPES if recipe.describe() == name)
+    assert doctor._recipe_support(recipe, described("a GPU", capability, 100, 99 * 1024))[0] == runs
 
 
 def test_recipe_support_without_a_device():
-    assert doctor._recipe_support("mxfp8", None)[0] == "reference"
+    assert doctor._recipe_support(doctor._RECIPES[0], None)[0] == "reference"
 
 
 def broken_load():

@@ -58,6 +58,15 @@ def test_no_linear_in_a_recipe() -> None:
     assert te_dynamo.explain(model, torch.randn(16, 32), options=EAGER).to_dict()["notes"] == [text]
 
 
+@pytest.mark.parametrize("device", ["h200", "b200"])
+def test_a_recipe_that_a_gpu_emulates(device: str) -> None:
+    rules = [(r"^0$", "mxfp8"), (r"^2$", te_dynamo.recipe.MXFP8BlockScaling(scale_block=128)), ("nowhere", "nvfp4")]
+    explanation = te_dynamo.explain(mlp(), torch.randn(256, 32), device=device, options={**EAGER, "rules": rules})
+    notes = [note for note in explanation.to_dict()["notes"] if "emulated" in note]
+    text = "mxfp8 is emulated on H200, whose tensor cores do not multiply its operands: exact, and slower than bf16"
+    assert notes == ([text] if device == "h200" else [])
+
+
 def test_no_linear_at_all() -> None:
     assert run(nn.Softmax(dim=-1)) == ["no linear was found in the model: it runs as with Inductor alone"]
     (text,) = run(nn.Conv1d(16, 16, 3))

@@ -17,7 +17,6 @@ from torch import nn
 
 import te_dynamo
 from te_dynamo import recipe as recipes
-from te_dynamo.command_line.doctor import _recipe_support
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.passes.torch_ir.match.cost import experts_cost_reason, linear_cost_reason, linear_times
 from te_dynamo.rates import H200 as FOUND_ON_AN_H200
@@ -301,5 +300,5 @@ def test_an_authors_fp32_is_kept(named: bool) -> None:
 @pytest.mark.parametrize("name", recipes.names())
 def test_a_recipe_has_times_or_is_emulated(name: str) -> None:
     """What has none is taken for emulated, and matched however few rows there are."""
-    emulated = _recipe_support(name, H200.target)[0] == "emulated"
-    assert (linear_times(16, 4096, 4096, ("fprop",), recipes.by_name(name), H200) == ()) == emulated
+    recipe = recipes.by_name(name)
+    assert (linear_times(16, 4096, 4096, ("fprop",), recipe, H200) == ()) == recipe.is_emulated(H200.target)
