@@ -81,6 +81,11 @@ class Sequential(torch.nn.Module):
                 f"got {len(extra_inputs)}"
             )
         _check_tensor(input)
+        if not input.dtype.is_floating_point:
+            raise InputError(
+                f"Sequential: expected an input of floating dtype, got {input.dtype}: operations compute in the input's dtype. "
+                "Cast it, or embed indices, before the call"
+            )
         if is_autocast_on(input.device):
             with torch.autocast(input.device.type, enabled=False):
                 results = self._results(input, extra_inputs)
@@ -152,7 +157,9 @@ class _Run(torch.autograd.Function):
         params, extra_inputs = split_tensors(call.ops, tensors[:count], tensors[count:])
         output, extra_outputs, ctxs = run_forward(program.forward, call, input, params, extra_inputs)
         keep(func_ctx, call, program.backward, ctxs, output)
-        return (output, *chain.from_iterable(extra_outputs))
+        results = (output, *chain.from_iterable(extra_outputs))
+        # Autograd would give a tensor that is two results one gradient.
+        return tuple(r.clone() if any(r is other for other in results[:i]) else r for i, r in enumerate(results))
 
     @staticmethod
     def backward(func_ctx: Any, *grads: Any) -> Any:

@@ -194,6 +194,24 @@ def test_views_and_inputs_as_outputs() -> None:
         assert all(map(torch.equal, outputs(torch.compile(module, backend=backend, fullgraph=True)), expected))
 
 
+class _Reversed(Identity):
+    """y = x, dx = -dy."""
+
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        return -grad_output, ()
+
+
+@pytest.mark.parametrize("first", [(), (GELU(),)], ids=["input", "computed"])
+def test_one_tensor_as_two_results_has_two_gradients(first: Any) -> None:
+    module = Sequential(*first, MakeExtraOutput(), _Reversed())
+    plain = Sequential(*first, Identity())
+    x = torch.randn(4, requires_grad=True)
+    (expected,) = torch.autograd.grad(plain(x).sum(), x)
+    for run in (module, torch.compile(module, backend="aot_eager", fullgraph=True)):
+        y, extra = run(x)
+        assert torch.equal(torch.autograd.grad((2 * y).sum() + (3 * extra).sum(), x)[0], expected)
+
+
 # ---- the module
 
 

@@ -95,9 +95,16 @@ def test_an_input_of_another_kind_names_the_operation() -> None:
     for extra in (None, 1.0):
         with pytest.raises(InputError, match=f"expected tensors .* got a {type(extra).__name__}"):
             module(x, extra)
-    for dtype in (torch.float64, torch.int32):
-        with pytest.raises(InputError, match=rf"BasicLinear\(32, 64, .* got {dtype}"):
-            module(x.to(dtype), torch.zeros(4, 64))
+    with pytest.raises(InputError, match=r"BasicLinear\(32, 64, .* got torch.float64"):
+        module(x.double(), torch.zeros(4, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_an_input_that_is_not_floating_is_refused(dtype: torch.dtype) -> None:
+    """The weight would be cast to it: zeros of integers, and no imaginary part."""
+    for run in (Sequential(BasicLinear(8, 8)), Sequential(GELU())):
+        with pytest.raises(InputError, match=f"expected an input of floating dtype, got {dtype}"):
+            run(torch.ones(4, 8, dtype=dtype))
 
 
 @pytest.mark.parametrize("fusions", [True, False])
