@@ -38,7 +38,7 @@ class Sequential(torch.nn.Module):
     or as an object, None for high precision. fusions: False runs every operation by itself. device, dtype: of the parameters.
 
     `seq(x, *extra_inputs)` gives y, or (y, *extra_outputs) where an operation makes one. Parameters are called "0.weight" after the
-    position of their operation. One autograd node stands for all of it. Everything is computed in the dtype of x, also where
+    position of their operation. One autograd node stands for all of it. Everything is computed in the dtype of x, a floating one, also where
     parameters have another and under autocast.
     """
 

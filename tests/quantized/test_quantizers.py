@@ -285,3 +285,21 @@ def test_weights_of_groups_are_held_as_one_weight_is(quantizer: Quantizer) -> No
         stacked = quantizer.for_groups(*usage).quantize(weights).dequantize()
         apart = [quantizer.with_usage(*usage).quantize(weight).dequantize() for weight in weights]
         assert same_bits(stacked, torch.stack(apart))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_compiled_function_takes_quantizers_whose_numbers_differ(dynamic: bool | None) -> None:
+    """Dynamo makes a symbol of a number that differs from call to call, and of each with dynamic=True."""
+
+    def values(x: torch.Tensor, quantizer: te_dynamo.Quantizer) -> torch.Tensor:
+        return quantizer.with_usage(columnwise=False).quantize(x).dequantize()
+
+    x = torch.randn(32, 64)
+    compiled = torch.compile(values, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for make, field, numbers in (
+        (te_dynamo.Float8CurrentScalingQuantizer, "amax_epsilon", (0.0, 100.0)),
+        (te_dynamo.MXFP8Quantizer, "scale_block", (32, 128)),
+    ):
+        for number in numbers:
+            quantizer = make(**{field: number})
+            assert torch.equal(compiled(x, quantizer), values(x, quantizer))

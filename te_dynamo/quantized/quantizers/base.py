@@ -174,18 +174,15 @@ class Quantizer(metaclass=OpaqueMeta):
     def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
         """The same quantizer with other usages; None keeps what is set."""
         self._check_unchanged()
-        return self._using(
-            self.rowwise if rowwise is None else rowwise,
-            self.columnwise if columnwise is None else columnwise,
-        )
+        return self._using(*_fields_with_usage(self, rowwise, columnwise))
 
     def reading(self, columnwise: bool) -> Quantizer:
         """The same quantizer with one usage, columnwise or rowwise: how an operand of a GEMM is held."""
         return self.with_usage(not columnwise, columnwise)
 
-    def _using(self, rowwise: bool, columnwise: bool) -> Quantizer:
-        """The same configuration with those usages. Each class calls its constructor: Dynamo traces that, not `replace`."""
-        return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
+    def _using(self, *fields: Any) -> Quantizer:
+        """One of this class with those fields. Each class names itself: Dynamo traces that, not `type(self)`."""
+        return type(self)(*fields)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raises InputError for a shape this format cannot hold."""
@@ -307,6 +304,14 @@ def _is_like(value: Any, default: Any) -> bool:
     """Whether a field with that default takes `value`: the same type, or an int for a float; a bool for nothing but a bool."""
     kinds = (int, float) if isinstance(default, float) else type(default)
     return isinstance(value, kinds) and isinstance(value, bool) == isinstance(default, bool)
+
+
+# Not traced: fields that differ from call to call would be symbols, of which Dynamo makes no quantizer.
+@torch.compiler.assume_constant_result
+def _fields_with_usage(quantizer: Quantizer, rowwise: bool | None, columnwise: bool | None) -> tuple[Any, ...]:
+    """All fields of a quantizer, with other usages."""
+    row, column, *settings = quantizer._fields()
+    return row if rowwise is None else rowwise, column if columnwise is None else columnwise, *settings
 
 
 register_value_class(Quantizer)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.layouts.block import BLOCK, BlockForm
+from te_dynamo.quantized.quantizers.base import Quantizer
 from te_dynamo.quantized.quantizers.float8 import Float8Quantizer
 from te_dynamo.quantized.quantizers.formats import FP8_DTYPES, check_amax_epsilon, epsilon_setting
 
@@ -58,12 +59,11 @@ class Float8BlockQuantizer(Float8Quantizer):
     def no_groups_reason(self) -> str:
         return "" if self.block_dims == 1 else "blocks of 128 rows would be two experts'"
 
-    def for_groups(self, rowwise: bool, columnwise: bool) -> Float8BlockQuantizer:
-        return self._using(rowwise, columnwise)
+    def for_groups(self, rowwise: bool, columnwise: bool) -> Quantizer:
+        return self.with_usage(rowwise, columnwise)
 
-    def _using(self, rowwise: bool, columnwise: bool) -> Float8BlockQuantizer:
-        rule = self.fp8_format, self.block_dims, self.power_of_two_scale, self.amax_epsilon
-        return Float8BlockQuantizer(rowwise, columnwise, *rule)
+    def _using(self, *fields: Any) -> Float8BlockQuantizer:
+        return Float8BlockQuantizer(*fields)
 
     def form(self) -> BlockForm:
         usages = self.rowwise, self.columnwise

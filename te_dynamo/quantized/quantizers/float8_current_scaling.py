@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.layouts.tensor import TensorForm
@@ -45,16 +45,8 @@ class Float8CurrentScalingQuantizer(OneScaleQuantizer):
     def _settings(self) -> Iterable[str]:
         return *super()._settings(), *("one pass",) * self.one_pass
 
-    def _using(self, rowwise: bool, columnwise: bool) -> Float8CurrentScalingQuantizer:
-        return Float8CurrentScalingQuantizer(
-            rowwise,
-            columnwise,
-            self.fp8_format,
-            self.power_of_two_scale,
-            self.amax_epsilon,
-            self.one_pass,
-            self.input_amax,
-        )
+    def _using(self, *fields: Any) -> Float8CurrentScalingQuantizer:
+        return Float8CurrentScalingQuantizer(*fields)
 
     def read_input_amax(self) -> float:
         """From now on graphs compiled for this quantizer fit this input_amax alone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from te_dynamo.errors import InputError
 from te_dynamo.kernels.layouts.tensor import GroupedForm
@@ -20,8 +20,8 @@ class Float8GroupedQuantizer(OneScaleQuantizer):
     storage: ClassVar[str] = "Float8GroupedTensorStorage"
     reads_as_matrix: ClassVar[bool] = False
 
-    def _using(self, rowwise: bool, columnwise: bool) -> Float8GroupedQuantizer:
-        return Float8GroupedQuantizer(rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon)
+    def _using(self, *fields: Any) -> Float8GroupedQuantizer:
+        return Float8GroupedQuantizer(*fields)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
         if len(shape) != 3:

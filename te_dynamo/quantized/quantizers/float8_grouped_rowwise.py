@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from te_dynamo.errors import InputError
 from te_dynamo.kernels.layouts.row import GroupColumnsForm, GroupedRowForm
@@ -17,10 +17,8 @@ class Float8GroupedRowwiseQuantizer(RowScalesQuantizer):
     storage: ClassVar[str] = "Float8GroupedRowwiseTensorStorage"
     reads_as_matrix: ClassVar[bool] = False
 
-    def _using(self, rowwise: bool, columnwise: bool) -> Float8GroupedRowwiseQuantizer:
-        return Float8GroupedRowwiseQuantizer(
-            rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon
-        )
+    def _using(self, *fields: Any) -> Float8GroupedRowwiseQuantizer:
+        return Float8GroupedRowwiseQuantizer(*fields)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
         if len(shape) != 3:
@@ -42,9 +40,8 @@ class GroupColumnsQuantizer(RowScalesQuantizer):
 
     groups: int = 1
 
-    def _using(self, rowwise: bool, columnwise: bool) -> GroupColumnsQuantizer:
-        rule = self.fp8_format, self.power_of_two_scale, self.amax_epsilon
-        return GroupColumnsQuantizer(rowwise, columnwise, *rule, self.groups)
+    def _using(self, *fields: Any) -> GroupColumnsQuantizer:
+        return GroupColumnsQuantizer(*fields)
 
     def form(self) -> GroupColumnsForm:
         return GroupColumnsForm(*self._form_fields(), self.groups)

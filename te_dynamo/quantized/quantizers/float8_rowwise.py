@@ -30,8 +30,8 @@ class Float8RowwiseQuantizer(RowScalesQuantizer):
     fused_producers: ClassVar[bool] = True
     stacks: ClassVar[Literal["rows"]] = "rows"
 
-    def _using(self, rowwise: bool, columnwise: bool) -> Float8RowwiseQuantizer:
-        return Float8RowwiseQuantizer(rowwise, columnwise, self.fp8_format, self.power_of_two_scale, self.amax_epsilon)
+    def _using(self, *fields: Any) -> Float8RowwiseQuantizer:
+        return Float8RowwiseQuantizer(*fields)
 
     def no_groups_reason(self) -> str:
         return ""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from te_dynamo.errors import QuantizationError
 from te_dynamo.kernels.layouts.mxfp8 import BLOCK, MXFP8Form, columnwise_names
+from te_dynamo.quantized.quantizers.base import Quantizer
 from te_dynamo.quantized.quantizers.float8 import Float8Quantizer
 from te_dynamo.quantized.quantizers.formats import FP8_DTYPES
 
@@ -73,11 +74,11 @@ class MXFP8Quantizer(Float8Quantizer):
     def no_groups_reason(self) -> str:
         return ""
 
-    def for_groups(self, rowwise: bool, columnwise: bool) -> MXFP8Quantizer:
-        return self._using(rowwise, columnwise)
+    def for_groups(self, rowwise: bool, columnwise: bool) -> Quantizer:
+        return self.with_usage(rowwise, columnwise)
 
-    def _using(self, rowwise: bool, columnwise: bool) -> MXFP8Quantizer:
-        return MXFP8Quantizer(rowwise, columnwise, self.fp8_format, self.scale_block, self.block_dims, self.swizzled)
+    def _using(self, *fields: Any) -> MXFP8Quantizer:
+        return MXFP8Quantizer(*fields)
 
     def for_block_scales(self) -> MXFP8Quantizer:
         return MXFP8Quantizer(self.rowwise, self.columnwise, self.fp8_format, self.scale_block, self.block_dims, True)

@@ -58,10 +58,8 @@ class NVFP4Quantizer(Quantizer):
     def needs_random(self) -> bool:
         return self.stochastic_rounding
 
-    def _using(self, rowwise: bool, columnwise: bool) -> NVFP4Quantizer:
-        return NVFP4Quantizer(
-            rowwise, columnwise, self.hadamard, self.stochastic_rounding, self.block_dims, self.swizzled
-        )
+    def _using(self, *fields: Any) -> NVFP4Quantizer:
+        return NVFP4Quantizer(*fields)
 
     def for_block_scales(self) -> NVFP4Quantizer:
         rounding = self.hadamard, self.stochastic_rounding
