@@ -47,6 +47,10 @@ class Value(metaclass=OpaqueMeta):
             known = self.__dict__["_hash"] = hash((type(self), *self._fields().values()))
         return int(known)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: the hash of a string is another in another process."""
+        return self._fields()
+
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         """The constructor call, for graph code: part of torch's contract for value classes."""
         names: dict[str, type] = {}

@@ -215,6 +215,12 @@ def test_one_tensor_as_two_results_has_two_gradients(first: Any) -> None:
 # ---- the module
 
 
+def test_a_pickled_operation_is_hashed_where_it_is_read() -> None:
+    op = GELU("tanh")
+    vars(op)["_hash"] = hash(op) + 1  # as of a process with other hashes of strings
+    assert pickle.loads(pickle.dumps(op)) in {GELU("tanh")}
+
+
 def test_parameters_are_named_by_position() -> None:
     module = mlp(dtype=torch.bfloat16)
     assert list(module.state_dict()) == ["1.weight", "2.weight", "3.bias", "5.weight"]
