@@ -22,7 +22,7 @@ def collect(device: str) -> dict[str, str]:
     gpu = device.startswith("cuda")
     if gpu and not torch.cuda.is_available():
         raise SystemExit(
-            "this benchmark needs a CUDA device, and torch finds none; --device cpu, where there is one, tries whether it runs"
+            "this benchmark needs a CUDA device, and torch finds none; where --help has --device, --device cpu tries whether it runs"
         )
     return {
         "device": torch.cuda.get_device_name(device) if gpu else f"CPU ({platform.machine()})",

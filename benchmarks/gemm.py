@@ -346,7 +346,7 @@ def compile_ahead(problem_of: type[Problem], shapes: list[tuple[str, int, int, i
 
 
 def parsed(doc: str, **options: dict[str, Any]) -> argparse.Namespace:
-    """The command line of a benchmark of GEMMs, `options` beside what all take; an error without a CUDA device."""
+    """The command line of a benchmark of GEMMs, `options` beside what all take."""
     parser = report.parser(doc)
     for name, settings in options.items():
         parser.add_argument(f"--{name}", **settings)

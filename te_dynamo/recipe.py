@@ -94,7 +94,7 @@ class Recipe:
         return False, False, False
 
     def is_emulated(self, target: Target) -> bool:
-        """Whether a GPU's tensor cores do not multiply the operands: it multiplies their values in bf16, exactly, and slower than bf16."""
+        """Whether, in forward, a GPU's tensor cores do not multiply the operands: their values are multiplied in bf16, exactly, and slower than bf16."""
         return self.input_quantizer().scaling() in ("1x16", "1x32") and not target.has_block_scales
 
     def describe(self) -> str:

@@ -61,10 +61,12 @@ from te_dynamo.kernels.runtime.margin import gemm_target
 from te_dynamo.kernels.runtime.target import Target
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, SEGMENT_MULTIPLE, Stacking
 
-CALL_US = 50.0  # from here on a call pays, which Inductor's code makes in the place of a launch
-_LAUNCHES_US = (
-    2 * 1.22
-)  # of the GPU, for a product and the quantization of an operand of its own (te_dynamo/rates.py has the launch)
+CALL_US = 50.0
+"""From here on a call pays: it keeps the CPU busy for longer than the launch that Inductor's code would make in its place."""
+
+_LAUNCHES_US = 2 * 1.22
+"""Of the GPU, for a product and the quantization of an operand of its own; te_dynamo/rates.py has the time of a launch."""
+
 _SMALLEST_DECODE_WEIGHT = 4 * 2**20  # bytes: below, the time is not that of reading it
 
 
@@ -271,15 +273,13 @@ def _specialized_tile(p: Product, target: Target) -> Tile | None:
         return next((tile for tile in tiles if tuned == Choice("specialized", tile)), None)
     if not tiles:
         return None
-    tile, size = tiles[0], (p.m, p.n, p.k)
+    size = p.m, p.n, p.k
     if p.k_groups:
         how = (p.k_groups, p.fast_accum, target)
         usual_us = columns_us(choose_columns_tile(*size, *how), *size, p.k_groups, target)
-        us = columns_specialized_us(*size, *how)
+        times = {tiles[0]: columns_specialized_us(*size, *how)}
     else:
-        if p.epilogue != "gated":  # the large one's alone
-            tile = min(tiles, key=lambda tile: estimated_us(tile, *size, target))
-        us = estimated_us(tile, *size, target)
+        times = {tile: estimated_us(tile, *size, target) for tile in tiles}
         if p.in_blocks:
             usual: Tile = choose_block_tile(*size, target)
         else:
@@ -287,7 +287,7 @@ def _specialized_tile(p: Product, target: Target) -> Tile | None:
         usual_us = estimated_us(usual, *size, target)
     if p.stacking.along == "K" and p.fast_accum:
         usual_us = float("inf")  # its copies wait at every border
-    return tile if CALL_US <= us < usual_us else None
+    return min((tile for tile, us in times.items() if CALL_US <= us < usual_us), key=times.__getitem__, default=None)
 
 
 def specialized_tiles(p: Product, target: Target) -> list[Tile]:

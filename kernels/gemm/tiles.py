@@ -231,7 +231,7 @@ SPECIALIZED_BLOCK = _SpecializedBlockTile(256, 128, 128, 12, 4, fast=False, tflo
 
 
 _OF_HALF_SIZE = {SPECIALIZED: 1240, SPECIALIZED_FAST: 1370, SPECIALIZED_BLOCK: 1200}
-"""The specialized kernel's tiles -> `tflops` of one half as large, for products with too few of the others to fill the GPU."""
+"""The specialized kernel's tiles -> `tflops` of its small one, for products with too few large tiles to fill the GPU."""
 
 
 def _small(tile: Tile) -> Tile:

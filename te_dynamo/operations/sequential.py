@@ -158,8 +158,9 @@ class _Run(torch.autograd.Function):
         output, extra_outputs, ctxs = run_forward(program.forward, call, input, params, extra_inputs)
         keep(func_ctx, call, program.backward, ctxs, output)
         results = (output, *chain.from_iterable(extra_outputs))
-        # Autograd would give a tensor that is two results one gradient.
-        return tuple(r.clone() if any(r is other for other in results[:i]) else r for i, r in enumerate(results))
+        # No result is another: autograd would give a tensor that is two results one gradient, and a write to one would be to both.
+        twice = (r is not None and any(r is other for other in results[:i]) for i, r in enumerate(results))
+        return tuple(r.clone() if again else r for r, again in zip(results, twice, strict=True))
 
     @staticmethod
     def backward(func_ctx: Any, *grads: Any) -> Any:

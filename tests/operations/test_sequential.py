@@ -201,6 +201,24 @@ class _Reversed(Identity):
         return -grad_output, ()
 
 
+class _NoExtra(BasicOperation):
+    """An extra output that is None: of the legacy API."""
+
+    num_extra_outputs = 1
+
+    def fuser_forward(self, ctxs: Any, input: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return input, [(None,)]
+
+    def fuser_backward(self, ctxs: Any, grad_output: torch.Tensor, *_: Any) -> Any:
+        return grad_output, [()], [()]
+
+
+def test_results_that_are_none_are_no_copies() -> None:
+    x = torch.randn(4, requires_grad=True)
+    y, *extra = Sequential(GELU(), _NoExtra(), _NoExtra())(x)
+    assert extra == [None, None] and torch.autograd.grad(y.sum(), x)[0] is not None
+
+
 @pytest.mark.parametrize("first", [(), (GELU(),)], ids=["input", "computed"])
 def test_one_tensor_as_two_results_has_two_gradients(first: Any) -> None:
     module = Sequential(*first, MakeExtraOutput(), _Reversed())

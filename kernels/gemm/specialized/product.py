@@ -277,7 +277,7 @@ def _multiply(
 
 @gluon.jit
 def _segment_at(position, STACK: gl.constexpr):
-    """The segment that holds a position, the last one of those past the end, which a group's rows or columns can be."""
+    """The segment that holds a position; past the end, where a group's rows or columns may begin, the last one."""
     segment = (position >= STACK[2]).to(gl.int32)
     if STACK[1] == 3:
         segment += (position >= STACK[3]).to(gl.int32)

@@ -20,6 +20,7 @@ MLP = {
     "up": (8192, 14336, 4096),
     "short": (512, 4096, 4096),
     "short and deep": (512, 4096, 14336),
+    "small one too short": (2048, 3072, 4096),
     "16 rows": (16, 14336, 4096),
     "in parts": (1, 1024, 14336),
 }
@@ -47,6 +48,7 @@ def test_one_scale_a_tensor() -> None:
 up                    specialized fast 128x256x128 w12 s4
 short                 usual       fast 128x128x128 w8 s4
 short and deep        usual       fast 128x128x128 w8 s4
+small one too short   usual       fast 128x128x128 w8 s4
 16 rows               decode      16x64x256 s4
 in parts              decode      16x64x256 s4 k/4""",
     )
@@ -56,6 +58,7 @@ in parts              decode      16x64x256 s4 k/4""",
 up                    specialized slow 256x128x128 w12 s4 halves
 short                 usual       slow 128x128x128 w8 s4
 short and deep        specialized slow 128x128x128 w12 s6
+small one too short   specialized slow 256x128x128 w12 s4 halves
 16 rows               decode      16x64x128 s6
 in parts              decode      16x64x128 s8 k/4""",
     )
@@ -102,6 +105,7 @@ def test_where_launches_are_recorded_or_the_device_is_no_hopper() -> None:
 up                    usual       fast 256x128x128 w8 s4
 short                 usual       fast 128x128x128 w8 s4
 short and deep        usual       fast 128x128x128 w8 s4
+small one too short   usual       fast 128x128x128 w8 s4
 16 rows               decode      16x64x256 s4
 in parts              decode      16x64x256 s4 k/4""",
     )
@@ -111,6 +115,7 @@ in parts              decode      16x64x256 s4 k/4""",
 up                    usual       fast 256x128x128 w8 s4
 short                 usual       fast 128x128x128 w8 s4
 short and deep        usual       fast 128x128x128 w8 s4
+small one too short   usual       fast 128x128x128 w8 s4
 16 rows               usual       fast 64x128x128 w4 s5
 in parts              usual       fast 64x64x256 w4 s4 k/8""",
     )
@@ -123,6 +128,7 @@ def test_epilogues() -> None:
 up                    specialized slow 256x128x128 w12 s4 halves
 short                 usual       slow 128x128x128 w8 s4
 short and deep        specialized slow 128x128x128 w12 s6
+small one too short   specialized slow 256x128x128 w12 s4 halves
 16 rows               decode      16x64x128 s6
 in parts              decode      16x64x128 s8 k/4""",
     )
@@ -139,6 +145,7 @@ rows of 1021          usual       slow 64x64x128 w4 s6, and a pass""",
 up                    specialized slow 256x128x128 w12 s4 halves, and a pass
 short                 usual       slow 128x128x128 w8 s4, and a pass
 short and deep        specialized slow 128x128x128 w12 s6, and a pass
+small one too short   specialized slow 256x128x128 w12 s4 halves, and a pass
 16 rows               decode      16x64x128 s6
 in parts              decode      16x64x128 s8 k/4""",
     )
@@ -151,6 +158,7 @@ in parts              decode      16x64x128 s8 k/4""",
 up                    specialized fast 128x256x128 w12 s4
 short                 usual       fast 256x128x128 w8 s4, and a pass
 short and deep        specialized fast 128x256x128 w12 s4
+small one too short   specialized fast 128x256x128 w12 s4
 16 rows               decode      16x64x128 s4
 in parts              usual       fast 64x64x256 w4 s4, and a pass""",
     )
@@ -163,6 +171,7 @@ def test_block_scaling() -> None:
 up                    specialized slow 256x128x128 w12 s4 halves
 short                 usual       block 128x128x128 w4 s3 halves 2/sm k/2
 short and deep        specialized slow 128x128x128 w12 s6
+small one too short   specialized slow 256x128x128 w12 s4 halves
 16 rows               decode      16x64x128 s6
 in parts              decode      16x64x128 s8 k/4""",
     )
@@ -172,6 +181,7 @@ in parts              decode      16x64x128 s8 k/4""",
 up                    usual       block 128x128x128 w4 s3 halves 2/sm
 short                 usual       block 128x128x128 w4 s3 halves 2/sm k/2
 short and deep        usual       block 128x128x128 w4 s3 halves 2/sm k/2
+small one too short   usual       block 128x128x128 w4 s3 halves 2/sm k/2
 16 rows               usual       block 64x128x128 w4 s5
 in parts              usual       block 64x128x128 w4 s5 k/4""",
     )
@@ -181,6 +191,7 @@ in parts              usual       block 64x128x128 w4 s5 k/4""",
 up                    usual       block 64x128x128 w4 s5
 short                 usual       block 64x128x128 w4 s5
 short and deep        usual       block 64x128x128 w4 s5
+small one too short   usual       block 64x128x128 w4 s5
 16 rows               usual       block 64x128x128 w4 s5
 in parts              usual       block 64x128x128 w4 s5 k/4""",
     )
