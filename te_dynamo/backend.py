@@ -201,7 +201,7 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], compilation: _Compi
     tell_decisions(compilation.report)
     compilation.record("match", gm.graph)
     require_coverage(options, compilation.report)
-    warn_if_emulated(gm, options, compilation.report)
+    warn_if_emulated(gm, compilation.report)
     warn_if_left_for_cost([node.meta[LEFT_FOR_COST] for node in _nodes(gm) if node.meta.get(LEFT_FOR_COST)])
     compiler = sm_margin(options.sm_margin)(_compile_with_inductor if options.codegen == "inductor" else _compile_eager)
     inputs = example_inputs

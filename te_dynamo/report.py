@@ -33,6 +33,7 @@ class MatchRecord:
     groups:  experts of a grouped linear, whose N x K the shape holds; 0 for any other.
     us:      (microseconds in the model's precision, in the recipe) as the rule of what FP8 costs on a GPU estimates them, () where it is not
              asked. The second is the first where the linear is left.
+    emulated_on: the GPU whose tensor cores do not multiply the recipe's operands, "" where they do, and on a CPU.
     stored:  the form of the file whose codes and scales the weight is, "fp8 (block)"; "" where it came from none, or in the model's precision.
     shared:  behind graph breaks, the paths at which other modules of the same class may run the same graph.
     """
@@ -51,6 +52,7 @@ class MatchRecord:
     shared: tuple[str, ...] = ()
     parameter: str = ""
     stored: str = ""
+    emulated_on: str = ""
 
     @property
     def owner(self) -> str:

@@ -26,7 +26,7 @@ import torch
 from torch import fx, nn
 
 from te_dynamo.kernels.runtime import availability
-from te_dynamo.kernels.runtime.target import is_acting, target_of
+from te_dynamo.kernels.runtime.target import is_acting
 from te_dynamo.options import Options
 from te_dynamo.report import MatchRecord, Report, in_one, without_numbers
 from te_dynamo.rules.places import has_places, lists_of, taken
@@ -90,9 +90,9 @@ def advise(model: nn.Module | None, whole: bool, options: Options, report: Repor
             warnings.warn(f"te_dynamo: {text}", stacklevel=2)
 
 
-def warn_if_emulated(gm: fx.GraphModule, options: Options, report: Report) -> None:
+def warn_if_emulated(gm: fx.GraphModule, report: Report) -> None:
     """One warning a process for each reason why the kernels multiply no FP8; of a recipe that the GPU emulates, a note of `explain`'s too."""
-    matched = {record.recipe for record in report.matches if record.matched}
+    matched = [record for record in report.matches if record.matched]
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
     device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
     if not matched or device is None:
@@ -101,12 +101,10 @@ def warn_if_emulated(gm: fx.GraphModule, options: Options, report: Report) -> No
         text = f"te_dynamo: {available.reason}: the reference path runs, with the same results, much slower than bf16"
         _warn_once(available.reason, text)
         return
-    target = target_of(device)
-    for recipe in (options.recipe, *(recipe for _, recipe in options.rules)):
-        if recipe is not None and recipe.is_emulated(target) and recipe.describe() in matched:
-            text = f"{recipe.describe()} is emulated on {target.name}, whose tensor cores do not multiply its operands: exact, and slower than bf16"
-            report.notes += [text] * (text not in report.notes)
-            _warn_once(text, f"te_dynamo: {text}")
+    for recipe, gpu in dict.fromkeys((record.recipe, record.emulated_on) for record in matched if record.emulated_on):
+        text = f"{recipe} is emulated on {gpu}, whose tensor cores do not multiply its operands: exact, and slower than bf16"
+        report.notes += [text] * (text not in report.notes)
+        _warn_once(text, f"te_dynamo: {text}")
 
 
 def warn_if_left_for_cost(reasons: Sequence[str]) -> None:

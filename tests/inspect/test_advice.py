@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,13 +59,25 @@ def test_no_linear_in_a_recipe() -> None:
     assert te_dynamo.explain(model, torch.randn(16, 32), options=EAGER).to_dict()["notes"] == [text]
 
 
+def emulations(model: nn.Module, device: str, **options: Any) -> list[str]:
+    found = te_dynamo.explain(model, torch.randn(256, 32), device=device, options={**EAGER, **options}).to_dict()
+    end = " is emulated on H200, whose tensor cores do not multiply its operands: exact, and slower than bf16"
+    return [note.removesuffix(end) for note in found["notes"] if "emulated" in note]
+
+
 @pytest.mark.parametrize("device", ["h200", "b200"])
-def test_a_recipe_that_a_gpu_emulates(device: str) -> None:
+def test_a_recipe_that_a_gpu_emulates(device: str, tmp_path: Path) -> None:
     rules = [(r"^0$", "mxfp8"), (r"^2$", te_dynamo.recipe.MXFP8BlockScaling(scale_block=128)), ("nowhere", "nvfp4")]
-    explanation = te_dynamo.explain(mlp(), torch.randn(256, 32), device=device, options={**EAGER, "rules": rules})
-    notes = [note for note in explanation.to_dict()["notes"] if "emulated" in note]
-    text = "mxfp8 is emulated on H200, whose tensor cores do not multiply its operands: exact, and slower than bf16"
-    assert notes == ([text] if device == "h200" else [])
+    assert emulations(mlp(), device, rules=rules) == (["mxfp8"] if device == "h200" else [])
+    own = nn.Sequential(
+        te_dynamo.nn.Linear(32, 64, bias=False, recipe="mxfp8"),
+        te_dynamo.Sequential(te_dynamo.ops.BasicLinear(64, 32), recipe="nvfp4"),
+    )
+    assert emulations(own, device, recipe=None) == (["mxfp8", "nvfp4"] if device == "h200" else [])
+    te_dynamo.save_checkpoint(mlp(), tmp_path, "compressed-tensors", recipe="nvfp4")
+    stored = te_dynamo.load_checkpoint(mlp(), tmp_path)
+    text = "nvfp4(backward='high_precision', weight_block_dims=1)"
+    assert emulations(stored, device) == ([text] if device == "h200" else [])
 
 
 def test_no_linear_at_all() -> None:

@@ -6,12 +6,15 @@ import contextvars
 import itertools
 from typing import Any
 
+import torch
 from torch import fx
 
 from te_dynamo import _compat
+from te_dynamo.kernels.runtime.target import target_of
 from te_dynamo.passes.torch_ir.match.origins import parameters_below
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import without_casts
 from te_dynamo.passes.torch_ir.match.values import dtype_name, tensor_of
+from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord
 from te_dynamo.user_code import OWNERS, clean_path, has_own_path, module_here
 from te_dynamo.user_code import source_line as source_line
@@ -28,6 +31,14 @@ def record(kind: str, node: fx.Node, reason: str = "") -> MatchRecord:
     value = tensor_of(node)
     dtype = "" if value is None else dtype_name(value.dtype)
     return MatchRecord(kind, module_path(node), source_line(node), matched=not reason, reason=reason, dtype=dtype)
+
+
+def emulated_on(recipe: Recipe | None, value: torch.Tensor | None) -> str:
+    """`MatchRecord.emulated_on` of a linear that multiplies `value`."""
+    if recipe is None or value is None or value.device.type != "cuda":
+        return ""
+    target = target_of(value.device)
+    return target.name if recipe.is_emulated(target) else ""
 
 
 def module_path(node: fx.Node, weight: fx.Node | None = None) -> str:

@@ -23,7 +23,7 @@ from te_dynamo.operations.run import Call, fake
 from te_dynamo.operations.sequence import OperationSequence
 from te_dynamo.passes.torch_ir.match.patterns.grouped import recipe_reason
 from te_dynamo.passes.torch_ir.match.values import calls, dtype_name, hint, replace, tensor_of
-from te_dynamo.passes.torch_ir.match.where import linear_path, module_path, source_line
+from te_dynamo.passes.torch_ir.match.where import emulated_on, linear_path, module_path, source_line
 from te_dynamo.quantized.tensor_proto import to_tensor_proto
 from te_dynamo.recipe import of_weight
 from te_dynamo.report import MatchRecord
@@ -63,13 +63,15 @@ def _of_module(node: fx.Node) -> MatchRecord:
     config: Any = node.args[3]
     assert x is not None and weight is not None
     path, parameter = linear_path(node, node.args[1])
+    recipe = of_weight(config.weight_quantizer)
     *groups, n, k = weight.shape
     rows = math.prod(x.shape[:-1])
     return MatchRecord(
         "linear",
         path,
         source_line(node),
-        recipe=of_weight(config.weight_quantizer).describe(),
+        recipe=recipe.describe(),
+        emulated_on=emulated_on(recipe, x),
         shape=(str(rows), str(n), str(k)),
         flops=2 * hint(rows) * n * k,
         dtype=dtype_name(x.dtype),
@@ -112,13 +114,15 @@ def _linears(node: fx.Node) -> Iterator[MatchRecord]:
         proto = fake(group, call, proto, params, extra_inputs)[0]
         if isinstance(op, (BasicLinear, GroupedLinear)):
             rows, reason = math.prod(given.shape[:-1]), _reason(op)
+            recipe = None if reason else op.recipe
             yield MatchRecord(
                 "linear",
                 f"{module_path(node)}.{i}".removeprefix("."),
                 source_line(node),
                 matched=not reason,
                 reason=reason,
-                recipe="" if reason or op.recipe is None else op.recipe.describe(),
+                recipe="" if recipe is None else recipe.describe(),
+                emulated_on=emulated_on(recipe, tensor_of(node.args[0])),  # type: ignore[arg-type]
                 shape=(str(rows), str(op.out_features), str(op.in_features)),
                 flops=2 * hint(rows) * op.out_features * op.in_features,
                 dtype=dtype_name(given.dtype),

@@ -69,7 +69,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     tensor_of,
     times_mapped,
 )
-from te_dynamo.passes.torch_ir.match.where import linear_path, source_line
+from te_dynamo.passes.torch_ir.match.where import emulated_on, linear_path, source_line
 from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.rates import rates_of
 from te_dynamo.recipe import Recipe
@@ -403,6 +403,7 @@ def linear_record(node: fx.Node, weight: Any, sizes: Sizes, recipe_for: RecipeFo
         recipe = None if why else recipe
     record.reason = why if recipe is None else ""
     record.recipe = "" if recipe is None else recipe.describe()
+    record.emulated_on = emulated_on(recipe, value)
     record.dtype = "" if value is None else dtype_name(value.dtype)
     if sizes and value is not None:
         sizes = (sizes[0] * times_mapped(value), *sizes[1:])
