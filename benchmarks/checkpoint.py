@@ -243,14 +243,13 @@ def prepare_lora(
 
 
 def parse_args() -> argparse.Namespace:
-    parser = report.parser(__doc__)
+    parser = report.parser(__doc__, "a tiny block, 1 and 16 tokens, one round")
     parser.add_argument("--case", default="llama8b", choices=CASES)
     parser.add_argument("--parts", default=",".join(PARTS), help="of: %(default)s")
     parser.add_argument("--recipes", default=",".join(FORMS), help="of a forward, of: %(default)s")
     parser.add_argument("--tokens", default="1,16,64,512,4096", help="of a forward")
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="of LoRA: %(default)s; bf16 always runs")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="a tiny block, 1 and 16 tokens, one round")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     report.split_choices(parser, args, parts=PARTS, recipes=FORMS, providers=PROVIDERS)

@@ -143,14 +143,13 @@ def measure(case: str, mode: str, rows: int, recipes: list[str], rounds: int) ->
 
 
 def parse_args() -> argparse.Namespace:
-    parser = report.parser(__doc__)
+    parser = report.parser(__doc__, "the first case and mode, 512 and 2048 rows, two rounds")
     parser.add_argument("--cases", default=",".join(CASES), help="of: %(default)s")
     parser.add_argument("--modes", default=",".join(MODES), help="of: %(default)s")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="of: %(default)s")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=4, help="processes that compile side by side")
-    parser.add_argument("--quick", action="store_true", help="the first case and mode, 512 and 2048 rows, two rounds")
     args = parser.parse_args()
     report.split_choices(parser, args, cases=CASES, modes=MODES, recipes=RECIPES)
     args.rows = [int(count) for count in args.rows.split(",")]

@@ -192,14 +192,13 @@ def _without_grad(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = report.parser(__doc__)
+    parser = report.parser(__doc__, "the first case, 1 and 64 tokens, two rounds")
     parser.add_argument("--cases", default=",".join(CASES), help="of: %(default)s")
     parser.add_argument("--tokens", default="1,16,64,512")
     parser.add_argument("--recipes", default="float8_current_scaling")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--not-frozen", action="store_true", help="also without te_dynamo.freeze")
     parser.add_argument("--kernels", action="store_true", help="print the kernels of a call")
-    parser.add_argument("--quick", action="store_true", help="the first case, 1 and 64 tokens, two rounds")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     report.split_choices(parser, args, cases=CASES)

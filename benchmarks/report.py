@@ -144,10 +144,20 @@ class Run:
 # --- what benchmarks call -------------------------------------------------------------------------------------
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
-    """A benchmark's command line, with the option that all have."""
+class _Quick(argparse.Action):
+    """Writes no page's results file."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, *_: object) -> None:
+        namespace.quick = True
+        namespace.out = ROOT / "build" / "quick" if namespace.out == RESULTS else namespace.out
+
+
+def parser(doc: str, quick: str = "") -> argparse.ArgumentParser:
+    """A benchmark's command line, with the options that all have; quick: what --quick measures, where there is that option."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results file")
+    if quick:
+        made.add_argument("--quick", action=_Quick, nargs=0, default=False, help=f"{quick}; results go to build/quick")
     return made
 
 
@@ -178,7 +188,7 @@ def write(
     path = folder / f"{run.name}-{run.device}.json"
     path.write_text(f'{{\n{"".join(parts)} "rows": [\n{lines}\n ]\n}}\n')
     print(*(text for _, text in _tables_of(run)), sep="\n")
-    print(f"Wrote {path}; `python benchmarks/report.py` writes the pages")
+    print(f"Wrote {path}" + "; `python benchmarks/report.py` writes the pages" * (folder == RESULTS))
 
 
 def read(path: pathlib.Path) -> Run:

@@ -300,12 +300,11 @@ def synchronize(device: torch.device) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = report.parser(__doc__)
+    parser = report.parser(__doc__, "the first block, two rounds")
     parser.add_argument("--blocks", default=",".join(BLOCKS), help="of: %(default)s")
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="of: %(default)s; bf16 always runs")
     parser.add_argument("--name", default="train_blocks", help="of the results file")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="the first block, two rounds")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     report.split_choices(parser, args, blocks=BLOCKS, providers=PROVIDERS)

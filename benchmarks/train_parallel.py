@@ -392,7 +392,7 @@ def _say(line: str) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = report.parser(__doc__)
+    parser = report.parser(__doc__, "the tiny model, two layers, two rounds of a step")
     parser.add_argument("--models", default="llama8b", help=f"of: {','.join(MODELS)}")
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="of: %(default)s")
     parser.add_argument("--tokens", default="8192,2048", help="of a data-parallel rank")
@@ -403,10 +403,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8, help="in a row, of a round")
-    parser.add_argument("--quick", action="store_true", help="the tiny model, two layers, two rounds of a step")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     report.split_choices(parser, args, models=MODELS, layouts=LAYOUTS, providers=PROVIDERS)
+    if "RANK" not in os.environ:
+        parser.error("it is started by torchrun: torchrun --nproc-per-node 2 benchmarks/train_parallel.py")
     if args.graphs and args.device != "cuda":
         parser.error("--graphs needs GPUs")
     if args.quick:

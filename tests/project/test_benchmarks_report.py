@@ -69,6 +69,20 @@ def test_what_is_written_is_read(report: ModuleType, checkout: Path) -> None:
     assert '\n  ["small", "te", 0.0123456, 0.5, null, null, ""],\n' in path.read_text(), "a line a row"
 
 
+def test_a_quick_run_leaves_the_results_alone(report: ModuleType) -> None:
+    parser, elsewhere = report.parser("A benchmark.", quick="little"), Path("elsewhere")
+    chosen = [
+        parser.parse_args(words)
+        for words in ([], ["--quick"], ["--quick", "--out", "elsewhere"], ["--out", "elsewhere", "--quick"])
+    ]
+    assert [(args.quick, args.out) for args in chosen] == [
+        (False, report.RESULTS),
+        (True, report.ROOT / "build" / "quick"),
+        (True, elsewhere),
+        (True, elsewhere),
+    ]
+
+
 def test_no_rows_are_an_error(report: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="gemm: nothing was measured"):
         report.write(tmp_path, "gemm", FACTS, [])

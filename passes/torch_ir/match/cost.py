@@ -121,7 +121,7 @@ def linear_cost_reason(
     plain, fp8 = times
     weight = fp8 - linear_times(m, n, k, gemms, recipe, rates, math.inf, x_readers, kept, dtype)[1]
     keep = "te_dynamo.freeze keeps it quantized" if "wgrad" not in gemms else 'weight_cache="step" keeps it for a step'
-    of_weight = f", {weight:.0f} of them to quantize its weight; {keep}" if round(weight) else ""
+    of_weight = f", of which quantizing its weight takes {weight:.0f} us; {keep}" if round(weight) else ""
     of_weight = ", though its weight is kept quantized" if kept else of_weight
     return f"M = {m}, N = {n}, K = {k}: {dtype_name(dtype)} takes {plain:.0f} us, FP8 {fp8:.0f} us{of_weight} ({rates}); {BY_RULE}"
 
