@@ -97,6 +97,16 @@ class Recipe:
         """Whether, in forward, a GPU's tensor cores do not multiply the operands: their values are multiplied in bf16, exactly, and slower than bf16."""
         return self.input_quantizer().scaling() in ("1x16", "1x32") and not target.has_block_scales
 
+    def no_groups_reason(self, learns: bool = True) -> str:
+        """Why a grouped linear does not follow it, "" where it does. learns: whether its weights do."""
+        for quantizer in (self.input_quantizer(), self.grad_output_quantizer()):
+            if reason := quantizer.no_groups_reason():
+                return reason
+        missing = [
+            gemm for gemm, quantized in zip(("fprop", "dgrad", "wgrad"), self.quantizes(), strict=True) if not quantized
+        ]
+        return f"te.grouped_linear has no {' and '.join(missing)} in high precision" if learns and missing else ""
+
     def describe(self) -> str:
         """The name, and the fields that are not at their default: "mxfp8(scale_block=128)"."""
         changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]

@@ -18,7 +18,7 @@ from te_dynamo.recipe import Recipe
 class GroupedLinear(QuantizedModule):
     """num_gemms linears without bias, each of its own rows. State: weight0, weight1, ... [out_features, in_features].
 
-    A recipe without grouped GEMMs, NVFP4 or a backward in high precision, is an InvalidOptionError, and so are out_features that are no
+    A recipe without grouped GEMMs (`Recipe.no_groups_reason`) is an InvalidOptionError, and so are out_features that are no
     multiple of the blocks in a recipe with scales of blocks.
     """
 
@@ -43,11 +43,10 @@ class GroupedLinear(QuantizedModule):
             self.register_parameter(f"weight{group}", weight)
 
     def _config(self, input_requires_grad: bool, weight_requires_grad: bool) -> GroupedLinearConfig:
-        recipe = self.recipe
-        if recipe.input_quantizer().no_groups_reason() or not all(recipe.quantizes()):
+        if reason := self.recipe.no_groups_reason():
             raise InvalidOptionError(
-                f"te_dynamo.nn.GroupedLinear: {recipe.describe()} has no grouped GEMM; float8_current_scaling, "
-                "float8_rowwise, float8_block_scaling and mxfp8 have"
+                f"te_dynamo.nn.GroupedLinear: {self.recipe.describe()}: {reason}; float8_current_scaling, float8_rowwise, "
+                "float8_block_scaling and mxfp8 by their defaults have grouped GEMMs"
             )
         return GroupedLinearConfig.from_recipe(
             self.recipe,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import te_dynamo
 from te_dynamo import nn as te_nn
 from te_dynamo.errors import InputError, InvalidOptionError
+from te_dynamo.recipe import Float8BlockScaling
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "Linear": (lambda: te_nn.Linear(32, 48), {"weight", "bias"}),
@@ -242,7 +243,9 @@ def test_what_is_refused() -> None:
         te_nn.LayerNormMLP(32, 32, activation="mish")
     with pytest.raises(InvalidOptionError, match="a recipe is a name"):
         te_nn.Linear(32, 32, recipe=None)
-    with pytest.raises(InvalidOptionError, match="nvfp4 has no grouped GEMM"):
+    with pytest.raises(InvalidOptionError, match="nvfp4: there is no grouped GEMM for it; float8_current_scaling, "):
         te_nn.GroupedLinear(2, 32, 32, recipe="nvfp4")
+    with pytest.raises(InvalidOptionError, match="blocks of 128 rows would be two experts'; "):
+        te_nn.GroupedLinear(2, 32, 128, recipe=Float8BlockScaling(weight_block_dims=1, grad_block_dims=2))
     with pytest.raises(InputError, match=r"m_splits \[3, 4\] are not the 8 rows in 2 groups"):
         te_nn.GroupedLinear(2, 32, 32)(tokens(), [3, 4])

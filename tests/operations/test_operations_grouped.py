@@ -23,8 +23,13 @@ from te_dynamo.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8Bloc
 
 G, N, K = 3, 32, 48
 FP8 = Float8CurrentScaling()
-UNQUANTIZED = [None, NVFP4BlockScaling(), Float8CurrentScaling(backward="high_precision")]
-IDS = ["none", "nvfp4", "high precision backward"]
+UNQUANTIZED = [
+    None,
+    NVFP4BlockScaling(),
+    Float8CurrentScaling(backward="high_precision"),
+    Float8BlockScaling(weight_block_dims=1, grad_block_dims=2),
+]
+IDS = ["none", "nvfp4", "high precision backward", "gradients in blocks of rows"]
 
 
 def module_of(recipe: Any = None, dtype: torch.dtype = torch.bfloat16) -> Sequential:

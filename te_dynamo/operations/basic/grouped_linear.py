@@ -80,10 +80,7 @@ class GroupedLinear(FuserSavesAll, BasicOperation):
 
     def _grouped_recipe(self) -> Optional[Recipe]:
         """The recipe, if there are grouped GEMMs for it."""
-        recipe = self.recipe
-        if recipe is None or recipe.input_quantizer().no_groups_reason() or not all(recipe.quantizes()):
-            return None
-        return recipe
+        return None if self.recipe is None or self.recipe.no_groups_reason() else self.recipe
 
     def config(self, requires_grad: RequiresGrad) -> Optional[GroupedLinearConfig]:
         """How te.grouped_linear's helpers run it; None in high precision."""

@@ -286,7 +286,7 @@ def test_recipes_with_scales_of_blocks_or_rows(recipe: Recipe) -> None:
         ),
         (
             Float8CurrentScaling(backward="high_precision"),
-            "a grouped GEMM of a mixture's experts; te.grouped_linear has no backward='high_precision'",
+            "a grouped GEMM of a mixture's experts; float8_current_scaling(backward='high_precision'): te.grouped_linear has no dgrad and wgrad in high precision",
         ),
         (
             Float8RowwiseScaling(wgrad="bf16"),

@@ -334,16 +334,8 @@ def _cost_reason(node: fx.Node, x: fx.Node, weight: fx.Node, recipe: Recipe) -> 
 
 def recipe_reason(recipe: Recipe, stored: bool = False) -> str:
     """Why a recipe has no grouped linear, "" for one that has. stored: of weights that do not learn, quantized already."""
-    for quantizer in (recipe.input_quantizer(), recipe.grad_output_quantizer()):
-        if reason := quantizer.no_groups_reason():
-            return f"a grouped GEMM of a mixture's experts; {recipe.describe()}: {reason}"
-    if stored:
-        return ""
-    if recipe.backward != "quantized":
-        return f"a grouped GEMM of a mixture's experts; te.grouped_linear has no backward={recipe.backward!r}"
-    if not all(recipe.quantizes()):
-        return f"a grouped GEMM of a mixture's experts; {recipe.describe()}: te.grouped_linear has no wgrad in high precision"
-    return ""
+    reason = recipe.no_groups_reason(learns=not stored)
+    return f"a grouped GEMM of a mixture's experts; {recipe.describe()}: {reason}" if reason else ""
 
 
 def shape_reason(weight: Sequence[Any], recipe: Recipe, stored_transposed: bool) -> str:
