@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import register_flop_formula
 
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.kernels.runtime import availability
@@ -59,6 +60,7 @@ def te_op(
     kernel: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
+    flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
     """Decorator: registers `te::<function name>` and returns its overload.
 
@@ -69,6 +71,7 @@ def te_op(
         and the reference, made of aten operations, is what Inductor should compile.
     backward, setup_context: the autograd formula. Without one the operation is an inner part of another's backward, and
         differentiating it raises UnsupportedError: that is a double backward.
+    flops: those of a call, by its arguments and `out_val`, for torch.utils.flop_counter and what asks it in Inductor.
     """
 
     def decorate(fake: Callable[..., Any]) -> torch._ops.OpOverload:
@@ -87,6 +90,8 @@ def te_op(
         KERNELS[overload], REFERENCES[overload], _DIRECT[overload] = kernel or reference, called, run
         if kernel is None:
             REFERENCE_ONLY.add(overload)
+        if flops is not None:
+            register_flop_formula(overload.overloadpacket, get_raw=True)(flops)
         return overload
 
     return decorate

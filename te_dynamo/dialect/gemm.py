@@ -11,6 +11,7 @@ An operand is what `Quantizer.operand` gives, codes and scales, beside its quant
 Gemm, GatedGemm and GroupedGemm name the arguments of a call or of a node.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -133,7 +134,13 @@ def _runs(
     return {
         "reference": lambda *args: plain(arguments(*args).request()),
         "kernel": lambda *args: kernel(arguments(*args).request()),
+        "flops": _flops(arguments),
     }
+
+
+def _flops(arguments: Callable[..., Any]) -> Callable[..., int]:
+    """2 M N K. Where the padding of experts' tokens to whole blocks of scales is multiplied, it counts."""
+    return lambda *args, out_val=None, **named: 2 * math.prod(arguments(*args, **named).request().mnk)
 
 
 def _fake(request: Request) -> torch.Tensor:
@@ -182,7 +189,7 @@ def _gated(implementation: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: implementation(GatedGemm(*args).request(), *args[-2:])
 
 
-@te_op(reference=_gated(reference_gated), kernel=_gated(multiply_gated))
+@te_op(reference=_gated(reference_gated), kernel=_gated(multiply_gated), flops=_flops(GatedGemm))
 def gemm_gated(
     a: Sequence[torch.Tensor],
     a_quantizer: Quantizer,

@@ -29,7 +29,7 @@ from te_dynamo._compat import register_value_class
 from te_dynamo.dialect.define import expand_in_compiler, te_op
 from te_dynamo.dialect.fakes import of_proto
 from te_dynamo.dialect.gemm import grouped_gemm
-from te_dynamo.dialect.linear import LinearConfig, LinearFwdArgs, saved_aliases, weight_of_dgrad
+from te_dynamo.dialect.linear import LinearConfig, LinearFwdArgs, linear_flops, saved_aliases, weight_of_dgrad
 from te_dynamo.dialect.multiply import Operand
 from te_dynamo.errors import InputError, QuantizationError
 from te_dynamo.kernels.layouts.form import Form
@@ -277,7 +277,7 @@ def _backward(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Any, ...]:
     return *grouped_linear_backward(args, dy), None, None, *ctx.workspace_grads
 
 
-@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward)
+@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward, flops=linear_flops)
 def grouped_linear(
     x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, config: GroupedLinearConfig
 ) -> list[torch.Tensor]:
@@ -289,7 +289,7 @@ def grouped_linear(
     return [of_proto(out), *(buffer for proto in saved for buffer in proto.create_buffers())]
 
 
-@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward)
+@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward, flops=linear_flops)
 def grouped_linear_with_workspace(
     x: torch.Tensor,
     weight: Optional[torch.Tensor],

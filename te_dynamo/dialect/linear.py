@@ -404,6 +404,11 @@ def _expansion(
     return [out, *to_save]
 
 
+def linear_flops(x: torch.Tensor, *args: Any, out_val: Any, **named: Any) -> int:
+    """Of fprop; backward's products are operations of their own."""
+    return 2 * out_val[0].numel() * x.shape[-1]
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     x, weight, bias, config, *workspace = inputs
     ctx.workspace_grads = [[None] * len(buffers) for buffers in workspace]
@@ -429,7 +434,7 @@ def _backward(ctx: Any, grads: list[Optional[torch.Tensor]]) -> tuple[Any, ...]:
     return *linear_backward(args, dy), None, *ctx.workspace_grads
 
 
-@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward)
+@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward, flops=linear_flops)
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], config: LinearConfig
 ) -> list[torch.Tensor]:
@@ -440,7 +445,7 @@ def linear(
     return _fake(x, to_tensor_proto(weight), bias, config, ())
 
 
-@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward)
+@te_op(reference=_expansion, setup_context=_setup_context, backward=_backward, flops=linear_flops)
 def linear_with_workspace(
     x: torch.Tensor,
     weight: Optional[torch.Tensor],
