@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_dynamo.kernels.runtime.target import TARGETS, Target, target_of
+from te_dynamo.kernels.runtime.target import LAUNCH_US, TARGETS, Target, target_of
 from te_dynamo.remembered import remembered
 
 KIND = "rates"
@@ -21,7 +21,7 @@ H200: dict[str, Any] = {
     "copy_tbps": 4.1,
     "bf16_tflops": 705,
     "fp8_tflops": 1220,
-    "launch_us": 1.22,
+    "launch_us": LAUNCH_US,
     "cpu_step_us": 1400,
     "quantize_us": [49.6, 149],
 }

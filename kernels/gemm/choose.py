@@ -58,14 +58,14 @@ from te_dynamo.kernels.quantize.current import PARTIALS
 from te_dynamo.kernels.runtime.dependent_launch import FEW_ROWS
 from te_dynamo.kernels.runtime.launch import size_hint
 from te_dynamo.kernels.runtime.margin import gemm_target
-from te_dynamo.kernels.runtime.target import Target
+from te_dynamo.kernels.runtime.target import LAUNCH_US, Target
 from te_dynamo.kernels.tiles.stacking import NOT_STACKED, SEGMENT_MULTIPLE, Stacking
 
 CALL_US = 50.0
 """From here on a call pays: it keeps the CPU busy for longer than the launch that Inductor's code would make in its place."""
 
-_LAUNCHES_US = 2 * 1.22
-"""Of the GPU, for a product and the quantization of an operand of its own; te_dynamo/rates.py has the time of a launch."""
+_LAUNCHES_US = 2 * LAUNCH_US
+"""For a product and the quantization of an operand of its own."""
 
 _SMALLEST_DECODE_WEIGHT = 4 * 2**20  # bytes: below, the time is not that of reading it
 
