@@ -198,7 +198,10 @@ def test_forward_mode_is_left_also_after_a_call_without():
         y, tangent = forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, x)))
     assert torch.equal(y, linear(x)) and torch.equal(tangent, x @ linear.weight.t())
     compiled(x)
-    assert compiled.reasons() == ["", "inside torch.autograd.forward_ad.dual_level"]
+    assert compiled.reasons() in (
+        ["", "inside torch.autograd.forward_ad.dual_level"],
+        [""],
+    )  # Dynamo of torch 2.15 traces no duals
 
 
 def test_forward_mode_inside_of_the_model_is_left():
