@@ -33,7 +33,7 @@ from te_dynamo.options import UNSET, Options, names_near_keywords
 from te_dynamo.rates import published, rates_of
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord, Report, WorkspaceRecord, coverage
-from te_dynamo.user_code import clean_path
+from te_dynamo.user_code import clean_path, modules_at
 from te_dynamo.weights.checkpoint.record import stored_of
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
@@ -333,9 +333,11 @@ def _compile_and_run(
 ) -> tuple[Captured, list[GraphBreak], tuple[MatrixFlops | None, list[MatchRecord]]]:
     """(the graphs, where they break, all FLOPs and the rows of what is in no graph)"""
     # A new backend object: an equal one would find the code that the user compiled earlier and run no pass.
-    backend = _fresh(_te_backend())
-    compiled = torch.compile(target, backend=backend, options=dict(options))
-    with warnings.catch_warnings(), not_compared(), capture() as graphs, not_in_place(target):
+    given: Any = {"backend": _fresh(_te_backend()), "options": dict(options)}
+    with warnings.catch_warnings(), not_compared(), capture() as graphs, not_in_place(target) as in_place:
+        if in_place:  # as it was: then torch compiles no forward of its own classes
+            nn.Module.compile(target, **given)
+        compiled = target if in_place else torch.compile(target, **given)
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         # Backward is compiled with forward: some outputs are not found here, and nobody would call theirs.
         with dynamo_untouched() as seen, torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
@@ -384,9 +386,9 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _name_stored(target: Any, linears: Sequence[MatchRecord]) -> None:
-    modules = dict(target.named_modules()) if isinstance(target, nn.Module) else {}
+    modules = modules_at(target)
     for match in linears:
-        stored = match.owner in modules and stored_of(modules[match.owner], match.parameter or "weight")
+        stored = match.owner in modules and stored_of(modules[match.owner][-1], match.parameter or "weight")
         match.stored = stored.describe(match.recipe) if stored else match.stored
 
 

@@ -50,11 +50,11 @@ def _callback_of(model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def not_in_place(target: Any) -> Iterator[None]:
-    """Sets aside what `model.compile()` left in a module: that code would answer the call, and no pass would run."""
+def not_in_place(target: Any) -> Iterator[bool]:
+    """Sets aside what `model.compile()` left in a module: that code would answer the call, and no pass would run. Gives whether it left any."""
     compiled = target.__dict__.pop("_compiled_call_impl", None) if isinstance(target, nn.Module) else None
     try:
-        yield
+        yield compiled is not None
     finally:
         if compiled is not None:
             target._compiled_call_impl = compiled

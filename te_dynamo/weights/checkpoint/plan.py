@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from te_dynamo.errors import CheckpointError
 from te_dynamo.quantized.tensor import QuantizedTensor
+from te_dynamo.user_code import without_wrappers
 from te_dynamo.weights.checkpoint.files import of_its_form
 from te_dynamo.weights.checkpoint.form import Config, Form, Stored
 from te_dynamo.weights.checkpoint.forms import form_of
@@ -58,7 +59,7 @@ def places(model: nn.Module) -> Iterator[Place]:
         }
         for name, tensor in {**module._parameters, **kept}.items():
             if tensor is not None:
-                found.setdefault(id(tensor), Place(tensor, [])).owners.append((module, name, path))
+                found.setdefault(id(tensor), Place(tensor, [])).owners.append((module, name, without_wrappers(path)))
     yield from found.values()
 
 
