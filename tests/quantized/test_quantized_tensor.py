@@ -146,6 +146,8 @@ def test_usages() -> None:
 def test_another_format_does_not_read_it() -> None:
     with pytest.raises(QuantizationError, match=r"nvfp4\[row\+column\] cannot read e4m3\[row\+column\]"):
         NVFP4Quantizer().dequantize(quantized())
+    with pytest.raises(QuantizationError, match=r"nvfp4\[row\+column\] cannot read Tensor"):
+        NVFP4Quantizer().dequantize(torch.ones(16, 16))  # type: ignore[arg-type]
 
 
 def test_a_tensor_that_is_not_contiguous() -> None:
