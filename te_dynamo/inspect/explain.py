@@ -27,7 +27,15 @@ from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_
 from te_dynamo.inspect.graphs.capture import Captured, capture
 from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
 from te_dynamo.inspect.tables import text_of
-from te_dynamo.inspect.target import holder_of, not_in_place, options_and_mode, tensors_in, unchanged, unwrap
+from te_dynamo.inspect.target import (
+    compiled_afresh,
+    holder_of,
+    not_in_place,
+    options_and_mode,
+    tensors_in,
+    unchanged,
+    unwrap,
+)
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.options import UNSET, Options, names_near_keywords
 from te_dynamo.rates import published, rates_of
@@ -333,11 +341,9 @@ def _compile_and_run(
 ) -> tuple[Captured, list[GraphBreak], tuple[MatrixFlops | None, list[MatchRecord]]]:
     """(the graphs, where they break, all FLOPs and the rows of what is in no graph)"""
     # A new backend object: an equal one would find the code that the user compiled earlier and run no pass.
-    given: Any = {"backend": _fresh(_te_backend()), "options": dict(options)}
+    backend = _fresh(_te_backend())
     with warnings.catch_warnings(), not_compared(), capture() as graphs, not_in_place(target) as in_place:
-        if in_place:  # as it was: then torch compiles no forward of its own classes
-            nn.Module.compile(target, **given)
-        compiled = target if in_place else torch.compile(target, **given)
+        compiled = compiled_afresh(target, in_place, backend=backend, options=dict(options))
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         # Backward is compiled with forward: some outputs are not found here, and nobody would call theirs.
         with dynamo_untouched() as seen, torch._functorch.config.patch(force_non_lazy_backward_lowering=True):

@@ -60,6 +60,14 @@ def not_in_place(target: Any) -> Iterator[bool]:
             target._compiled_call_impl = compiled
 
 
+def compiled_afresh(target: Any, in_place: bool, **given: Any) -> Callable[..., Any]:
+    """What torch.compile makes of it; in place where it was compiled so: torch compiles no forward of its own classes then."""
+    if not in_place:
+        return torch.compile(target, **given)
+    nn.Module.compile(target, **given)
+    return target  # type: ignore[no-any-return]
+
+
 @contextlib.contextmanager
 def held_as_before(target: Any) -> Iterator[None]:
     """Puts back what its modules hold: a model may decompress, offload or wrap its parameters when it is first called, and keep tensors of a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -177,6 +178,8 @@ def test_what_is_compiled_in_place_of_torchs_own_code_runs_as_it_is(whole: bool)
         "module.compile() compiles no code of torch's own, as Sequential.forward is; torch.compile(module) compiles it"
     )
     assert found.coverage == 0 and [row.reason for row in found.linears] == [reason] * 2
+    with pytest.raises(InputError, match=f"no linear of the model is in a recipe: {re.escape(reason)}"):
+        te_dynamo.compare(model, x)
 
 
 def test_of_several_breaks_none_is_named() -> None:
