@@ -20,7 +20,7 @@ from te_dynamo.accuracy.rows import decibels
 from te_dynamo.accuracy.sums import error_sums
 from te_dynamo.accuracy.whole import Difference, Outcome, run_step
 from te_dynamo.errors import InputError, InvalidOptionError
-from te_dynamo.inspect.dynamo import Seen, dynamo_untouched
+from te_dynamo.inspect.dynamo import Seen, dynamo_untouched, one_at_a_time
 from te_dynamo.inspect.left_out import linears_of, why_in_no_graph
 from te_dynamo.inspect.target import compiled_afresh, not_in_place, options_and_mode, unchanged, unwrap
 from te_dynamo.options import UNSET, Options, names_near_keywords
@@ -127,6 +127,7 @@ def _batches(
     return found
 
 
+@one_at_a_time
 def _compare(
     target: Callable[..., Any],
     options: Sequence[Mapping[str, Any]],

@@ -19,7 +19,7 @@ from te_dynamo.distributed.check_ranks import not_compared
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.inspect.advice import unheard
 from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, check_quantized
-from te_dynamo.inspect.dynamo import GraphBreak, dynamo_untouched
+from te_dynamo.inspect.dynamo import GraphBreak, dynamo_untouched, one_at_a_time
 from te_dynamo.inspect.explanation_text import gpu_name, of_slower, parts_of
 from te_dynamo.inspect.fake_autocast import cpu_autocast_on_cuda
 from te_dynamo.inspect.fake_cuda import checked_gpu, fake_cuda, moved
@@ -315,12 +315,14 @@ def _on_gpu(args: Any, kwargs: Any) -> bool:
     return any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
 
 
+@one_at_a_time
 def _explain_here(target: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Explanation:
     with unchanged(target, args, kwargs):
         graphs, breaks, (flops, left_out) = _compile_and_run(target, args, kwargs, options)
     return Explanation(graphs.reports, breaks, flops, left_out, graphs=graphs, model=_name(target))
 
 
+@one_at_a_time
 def _explain_for(device: str, target: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Explanation:
     """Of the graphs that such a GPU would run, made from fake tensors: no code is generated, since none can be compiled for it here."""
     options = {**options, "codegen": "eager"}
