@@ -255,3 +255,9 @@ def test_a_sharded_model() -> None:
         CheckpointError, match=r"'mlp.0.weight' is a Shard: load the file before the model is wrapped or sharded"
     ):
         te_dynamo.load_quantized(model, FILES["fp8"].tensors()[0], FILES["fp8"].config)
+
+
+def test_a_state_dict_with_what_is_no_tensor() -> None:
+    """As Transformer Engine's, whose modules have an `_extra_state`."""
+    with pytest.raises(CheckpointError, match=r"'mlp.0._extra_state' is a bytes, no tensor: leave it out"):
+        te_dynamo.load_quantized(net(), {**FILES["fp8"].tensors()[0], "mlp.0._extra_state": b""}, FILES["fp8"].config)  # type: ignore[dict-item]
