@@ -7,6 +7,7 @@ import re
 from ast import literal_eval
 from collections.abc import Iterator
 from types import CodeType
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -19,9 +20,12 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\](\.__closure__\[\d+\]\.cell_contents)?")
 _GETATTR = re.compile(r"getattr\((.*), (['\"])(.*?)\2\)")
 _INDEX = re.compile(r"\[((['\"])(?:\\.|(?!\2).)*\2|[^\]'\"]*)\]")
+_AROUND = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""How wrappers call the user's module."""
+
 _WRAPPERS = {
+    *_AROUND,
     "_modules", "_parameters", "_buffers", "__dict__",  # where nn.Module keeps them
-    "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module",  # wrappers around the user's module
     "__self__", "forward",  # a compiled bound method
 }  # fmt: skip
 
@@ -49,6 +53,19 @@ def clean_path(name: str) -> str:
     name = _INDEX.sub(lambda key: f".{literal_eval(key[1]) if key[2] else key[1]}", _ROOT.sub("", name))
     parts = [part.partition("@")[0] for part in name.split(".")]  # "fc@1" is fc's second call
     return ".".join(part for part in parts if part and part not in _WRAPPERS)
+
+
+def without_wrappers(path: str) -> str:
+    """A path of `named_modules` or `named_parameters` as rules, reports and files spell it."""
+    return ".".join(part for part in path.split(".") if part not in _AROUND)
+
+
+def modules_at(model: Any) -> dict[str, list[nn.Module]]:
+    """Path -> the module there, behind those that wrap it; one that is shared at each of its paths. {} of a function."""
+    found: dict[str, list[nn.Module]] = {}
+    for path, module in model.named_modules(remove_duplicate=False) if isinstance(model, nn.Module) else ():
+        found.setdefault(without_wrappers(path), []).append(module)
+    return found
 
 
 def module_here(node: fx.Node) -> str | None:

@@ -20,9 +20,9 @@ from te_dynamo.accuracy.rows import decibels
 from te_dynamo.accuracy.sums import error_sums
 from te_dynamo.accuracy.whole import Difference, Outcome, run_step
 from te_dynamo.errors import InputError, InvalidOptionError
-from te_dynamo.inspect.dynamo import Seen, dynamo_untouched
+from te_dynamo.inspect.dynamo import Seen, dynamo_untouched, one_at_a_time
 from te_dynamo.inspect.left_out import linears_of, why_in_no_graph
-from te_dynamo.inspect.target import not_in_place, options_and_mode, unchanged, unwrap
+from te_dynamo.inspect.target import compiled_afresh, not_in_place, options_and_mode, unchanged, unwrap
 from te_dynamo.options import UNSET, Options, names_near_keywords
 from te_dynamo.recipe import Recipe, names
 from te_dynamo.report import coverage
@@ -127,6 +127,7 @@ def _batches(
     return found
 
 
+@one_at_a_time
 def _compare(
     target: Callable[..., Any],
     options: Sequence[Mapping[str, Any]],
@@ -138,12 +139,13 @@ def _compare(
     run = _Run(target, parsed, loss)
     with (
         warnings.catch_warnings(),
-        not_in_place(target),
+        not_in_place(target) as in_place,
         unchanged(target, *batches[0]),
         run.shown(len(batches)),
         dynamo_untouched() as run.seen,
     ):
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+        run.compiled = compiled_afresh(target, in_place, backend=run.graphs)
         run.steps(batches)
     return [run.comparison(index) for index in range(len(parsed))]
 
@@ -164,13 +166,14 @@ def _check_has_values(target: Callable[..., Any], batches: Sequence[Batch]) -> N
 class _Run:
     """All runs of one comparison, by one compiled model."""
 
+    compiled: Callable[..., Any]
+
     def __init__(
         self, target: Callable[..., Any], options: Sequence[Options], loss: Callable[[Any], Tensor] | None
     ) -> None:
         self.target, self.options, self.loss = target, options, loss
         self.session = Session()
         self.graphs = Graphs(options, self.session)
-        self.compiled = torch.compile(target, backend=self.graphs)
         self.differences = [Difference() for _ in options]
         self.notes: list[dict[str, None]] = [{} for _ in options]
         self.done = 0

@@ -16,6 +16,7 @@ from te_dynamo.distributed.fp8_all_gather_weight import WEIGHTS, GatheredWeight
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.options import Options
 from te_dynamo.recipe import Recipe
+from te_dynamo.user_code import without_wrappers
 from te_dynamo.weights.frozen import FROZEN
 
 
@@ -47,8 +48,8 @@ def fp8_all_gather(model: nn.Module, *, options: Mapping[str, Any] | None = None
     trains = any(parameter.requires_grad for parameter in model.parameters())
     weights: list[GatheredWeight] = []
     travels: dict[str, str] = {}
-    for path, module in model.named_modules():
-        parameter = module._parameters.get("weight")
+    for wrapped, module in model.named_modules():
+        path, parameter = without_wrappers(wrapped), module._parameters.get("weight")
         if type(module) is not nn.Linear or parameter is None:
             continue
         recipe, why = parsed.recipe_for(path)

@@ -101,6 +101,7 @@ class ShardedWeight(torch.Tensor):
         return ShardedWeight(inner["plain"], weight)
 
     @classmethod
+    @torch.compiler.disable  # as that of QuantizedTensor
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -182,11 +183,6 @@ class GatheredQuantizedTensor(QuantizedTensor):
         inner: Mapping[str, torch.Tensor], metadata: Mapping[str, Any], shape: tuple[int, ...], _: Any
     ) -> GatheredQuantizedTensor:
         return GatheredQuantizedTensor({name[1:]: buffer for name, buffer in inner.items()}, tuple(shape), **metadata)
-
-    @classmethod
-    @torch.compiler.disable  # else Dynamo compiles this where it has left the caller, in graphs of its own
-    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:
-        return super().__torch_dispatch__(*args, **kwargs)
 
     def _over(self, buffers: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
         tensor = super()._over(buffers, dtype)

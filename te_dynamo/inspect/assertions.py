@@ -9,9 +9,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from te_dynamo.errors import CoverageError, GraphBreakError
+from te_dynamo.errors import CoverageError, GraphBreakError, InvalidOptionError
 from te_dynamo.options import share as checked_share
 from te_dynamo.report import MatchRecord, coverage
+from te_dynamo.rules.places import check
 
 if TYPE_CHECKING:
     from te_dynamo.inspect.dynamo import GraphBreak
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 def check_quantized(linears: Sequence[MatchRecord], pattern: str) -> None:
     """Raises CoverageError where a linear whose path has a match of `pattern` is left, or where there is no such linear."""
+    if not isinstance(pattern, str):
+        raise InvalidOptionError(f"te_dynamo: assert_quantized takes a regular expression, got {pattern!r}")
+    check(pattern)
     named = [match for match in linears if re.search(pattern, match.module)]
     left = [match for match in named if not match.matched]
     if not named:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -56,6 +58,22 @@ class Seen:
             if of_it and each not in self.visited and len(there) >= self.limit:
                 return each
         return None
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_lock = threading.RLock()
+
+
+def one_at_a_time(function: Function) -> Function:
+    """`function`, for which other threads wait: it changes tables of torch's that all threads have."""
+
+    @functools.wraps(function)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with _lock:
+            return function(*args, **kwargs)
+
+    return alone  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from te_dynamo.distributed.check_ranks import not_compared
 from te_dynamo.errors import UnsupportedError
 from te_dynamo.inspect.advice import unheard
 from te_dynamo.inspect.assertions import check_coverage, check_no_graph_breaks, check_quantized
-from te_dynamo.inspect.dynamo import GraphBreak, dynamo_untouched
+from te_dynamo.inspect.dynamo import GraphBreak, dynamo_untouched, one_at_a_time
 from te_dynamo.inspect.explanation_text import gpu_name, of_slower, parts_of
 from te_dynamo.inspect.fake_autocast import cpu_autocast_on_cuda
 from te_dynamo.inspect.fake_cuda import checked_gpu, fake_cuda, moved
@@ -27,13 +27,21 @@ from te_dynamo.inspect.flops import MatrixFlops, count_matrix_flops, share_with_
 from te_dynamo.inspect.graphs.capture import Captured, capture
 from te_dynamo.inspect.left_out import breaks_and_skips, rows_left_out
 from te_dynamo.inspect.tables import text_of
-from te_dynamo.inspect.target import holder_of, not_in_place, options_and_mode, tensors_in, unchanged, unwrap
+from te_dynamo.inspect.target import (
+    compiled_afresh,
+    holder_of,
+    not_in_place,
+    options_and_mode,
+    tensors_in,
+    unchanged,
+    unwrap,
+)
 from te_dynamo.kernels.runtime.target import TARGETS
 from te_dynamo.options import UNSET, Options, names_near_keywords
 from te_dynamo.rates import published, rates_of
 from te_dynamo.recipe import Recipe
 from te_dynamo.report import MatchRecord, Report, WorkspaceRecord, coverage
-from te_dynamo.user_code import clean_path
+from te_dynamo.user_code import clean_path, modules_at
 from te_dynamo.weights.checkpoint.record import stored_of
 
 __all__ = ["Explanation", "GraphBreak", "explain"]
@@ -307,12 +315,14 @@ def _on_gpu(args: Any, kwargs: Any) -> bool:
     return any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
 
 
+@one_at_a_time
 def _explain_here(target: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Explanation:
     with unchanged(target, args, kwargs):
         graphs, breaks, (flops, left_out) = _compile_and_run(target, args, kwargs, options)
     return Explanation(graphs.reports, breaks, flops, left_out, graphs=graphs, model=_name(target))
 
 
+@one_at_a_time
 def _explain_for(device: str, target: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Explanation:
     """Of the graphs that such a GPU would run, made from fake tensors: no code is generated, since none can be compiled for it here."""
     options = {**options, "codegen": "eager"}
@@ -334,8 +344,8 @@ def _compile_and_run(
     """(the graphs, where they break, all FLOPs and the rows of what is in no graph)"""
     # A new backend object: an equal one would find the code that the user compiled earlier and run no pass.
     backend = _fresh(_te_backend())
-    compiled = torch.compile(target, backend=backend, options=dict(options))
-    with warnings.catch_warnings(), not_compared(), capture() as graphs, not_in_place(target):
+    with warnings.catch_warnings(), not_compared(), capture() as graphs, not_in_place(target) as in_place:
+        compiled = compiled_afresh(target, in_place, backend=backend, options=dict(options))
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         # Backward is compiled with forward: some outputs are not found here, and nobody would call theirs.
         with dynamo_untouched() as seen, torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
@@ -384,9 +394,9 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _name_stored(target: Any, linears: Sequence[MatchRecord]) -> None:
-    modules = dict(target.named_modules()) if isinstance(target, nn.Module) else {}
+    modules = modules_at(target)
     for match in linears:
-        stored = match.owner in modules and stored_of(modules[match.owner], match.parameter or "weight")
+        stored = match.owner in modules and stored_of(modules[match.owner][-1], match.parameter or "weight")
         match.stored = stored.describe(match.recipe) if stored else match.stored
 
 

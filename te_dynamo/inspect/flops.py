@@ -23,8 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_dynamo.inspect.target import exchange_tensors, held_as_before, tensors_in
 from te_dynamo.report import MatchRecord
-
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+from te_dynamo.user_code import without_wrappers
 
 
 @dataclasses.dataclass
@@ -138,8 +137,7 @@ class _MadeOf(TorchDispatchMode):
 
     def module(self) -> str:
         """The path of the innermost module whose forward runs."""
-        path = self._paths[self._running[-1]] if self._running else ""
-        return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+        return without_wrappers(self._paths[self._running[-1]] if self._running else "")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -15,6 +15,7 @@ from te_dynamo.inspect.dynamo import GraphBreak, Seen
 from te_dynamo.inspect.flops import MatrixFlops, share_with_rows
 from te_dynamo.report import MatchRecord
 from te_dynamo.torch_private.recompile_limit import past_limit, the_rest
+from te_dynamo.user_code import is_torchs, modules_at
 
 
 def breaks_and_skips(seen: Seen) -> list[GraphBreak]:
@@ -41,7 +42,7 @@ def rows_left_out(
             reason = reason or _between_graphs(seen)
             yield MatchRecord("linear", matched=False, reason=reason, flops=flops)
         return
-    modules = dict(target.named_modules(remove_duplicate=False))
+    modules = {path: stack[-1] for path, stack in modules_at(target).items()}
     known = {id(modules[row.owner]) for row in rows if row.owner in modules}
     counted = dict.fromkeys(linears_of(target), 0) if found is None else found.by_weight
     for path, flops in counted.items():
@@ -59,8 +60,11 @@ def rows_left_out(
 
 def linears_of(target: Any) -> list[str]:
     """The paths of a module's linears and recurrent layers, by what they own; none of a function's."""
-    modules = target.named_modules(remove_duplicate=False) if isinstance(target, nn.Module) else ()
-    return [path for path, module in modules if isinstance(module, nn.RNNBase) or _owns_a_matrix(module)]
+    return [
+        path
+        for path, stack in modules_at(target).items()
+        if isinstance(stack[-1], nn.RNNBase) or _owns_a_matrix(stack[-1])
+    ]
 
 
 def _owns_a_matrix(module: nn.Module) -> bool:
@@ -77,7 +81,7 @@ def why_in_no_graph(target: Any, path: str, seen: Seen) -> str:
 
     seen: what Dynamo did in a run of `target`, a module or a function.
     """
-    module = target.get_submodule(path) if isinstance(target, nn.Module) else None
+    module = modules_at(target)[path][-1] if isinstance(target, nn.Module) else None
     if isinstance(module, nn.RNNBase):
         if isinstance(module, nn.LSTM) and torch.is_grad_enabled() and _runs_in_onednn(module):
             return (
@@ -96,6 +100,9 @@ def why_in_no_graph(target: Any, path: str, seen: Seen) -> str:
                 return _skips(name, stop)
             if past := seen.past_limit(code):
                 return past_limit(the_rest(past, name) or name, seen.limit)
+        in_place = getattr(getattr(function, "__self__", None), "_compiled_call_impl", None) is not None
+        if in_place and any(is_torchs(code.co_filename) for code in _codes_of(function)):
+            return f"module.compile() compiles no code of torch's own, as {name} is; torch.compile(module) compiles it"
     return ""
 
 
@@ -120,10 +127,10 @@ def _around(target: Any, path: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(target, nn.Module):
         yield getattr(target, "__name__", type(target).__name__), target
         return
-    parts = path.split(".") if path else []
+    parts, modules = path.split(".") if path else [], modules_at(target)
     for end in range(len(parts), -1, -1):
-        module = target.get_submodule(".".join(parts[:end]))
-        yield f"{type(module).__name__}.forward", module.forward
+        for module in reversed(modules[".".join(parts[:end])]):
+            yield f"{type(module).__name__}.forward", module.forward
     yield (
         f"{type(target).__name__}.forward",
         torch._dynamo.external_utils.wrap_inline(target),

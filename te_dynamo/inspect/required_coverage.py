@@ -23,6 +23,7 @@ from te_dynamo.inspect.left_out import linears_of, why_in_no_graph
 from te_dynamo.inspect.target import unwrap
 from te_dynamo.options import Options
 from te_dynamo.report import Report, coverage
+from te_dynamo.user_code import modules_at
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
@@ -103,7 +104,8 @@ def _what_is_wrong(target: Any, least: float, known: _Known, given_up: Sequence[
     left = paths
     if not ran_none:  # what was given up in an earlier call runs as it is, and Dynamo does not count it again
         left = [path for path in paths if path not in known.paths] if given_up or known.wrong else []
-    weights = {path: sum(p.numel() for p in target.get_submodule(path).parameters() if p.dim() > 1) for path in paths}
+    modules = modules_at(target)
+    weights = {path: sum(p.numel() for p in modules[path][-1].parameters() if p.dim() > 1) for path in paths}
     too_few = sum(weights[path] for path in left) > (1 - least) * sum(weights.values())
     stopped = any(message.startswith("Dynamo recompile limit exceeded") for message in given_up)
     if not too_few and not stopped and not (ran_none and not isinstance(target, nn.Module)):

@@ -50,14 +50,22 @@ def _callback_of(model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def not_in_place(target: Any) -> Iterator[None]:
-    """Sets aside what `model.compile()` left in a module: that code would answer the call, and no pass would run."""
+def not_in_place(target: Any) -> Iterator[bool]:
+    """Sets aside what `model.compile()` left in a module: that code would answer the call, and no pass would run. Gives whether it left any."""
     compiled = target.__dict__.pop("_compiled_call_impl", None) if isinstance(target, nn.Module) else None
     try:
-        yield
+        yield compiled is not None
     finally:
         if compiled is not None:
             target._compiled_call_impl = compiled
+
+
+def compiled_afresh(target: Any, in_place: bool, **given: Any) -> Callable[..., Any]:
+    """What torch.compile makes of it; in place where it was compiled so: torch compiles no forward of its own classes then."""
+    if not in_place:
+        return torch.compile(target, **given)
+    nn.Module.compile(target, **given)
+    return target  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

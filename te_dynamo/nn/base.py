@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from te_dynamo.dialect.linear import LinearConfig
-from te_dynamo.errors import InvalidOptionError
+from te_dynamo.errors import InputError, InvalidOptionError
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.storage import QuantizedTensorStorage
 from te_dynamo.recipe import Recipe, by_name
@@ -58,6 +58,12 @@ class QuantizedModule(nn.Module):
     def _config_for(self, x: Tensor, weight: Tensor) -> LinearConfig:
         grad = torch.is_grad_enabled()
         return self._configs[int(grad and x.requires_grad)][int(grad and weight.requires_grad)]
+
+    def _check_input(self, x: Tensor, width: int) -> None:
+        """Raises InputError unless x is [..., width]: a norm broadcasts what is narrower."""
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != width:
+            there = list(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise InputError(f"te_dynamo.nn.{type(self).__name__}: expected an input [..., {width}], got {there}")
 
     def _linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, is_first_microbatch: bool | None

@@ -59,7 +59,8 @@ class GroupedLinear(QuantizedModule):
 
         The weights are put into one tensor in each call. Raises InputError for splits that are not inp's rows.
         """
-        if len(m_splits) != self.num_gemms or sum(m_splits) != inp.shape[0]:
+        self._check_input(inp, self.in_features)
+        if len(m_splits) != self.num_gemms or sum(m_splits) != inp.shape[0] or min(m_splits) < 0:
             raise InputError(
                 f"te_dynamo.nn.GroupedLinear: m_splits {list(m_splits)} are not the {inp.shape[0]} rows in {self.num_gemms} groups"
             )

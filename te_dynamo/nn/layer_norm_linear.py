@@ -39,6 +39,7 @@ class NormedModule(QuantizedModule):
         self.layer_norm_bias = nn.Parameter(torch.zeros(width, device=device, dtype=dtype)) if has_bias else None
 
     def _norm(self, x: Tensor) -> Tensor:
+        self._check_input(x, self.layer_norm_weight.shape[0])
         weight, zero_centered = self.layer_norm_weight, self.zero_centered_gamma
         if self.normalization == "RMSNorm":
             return torch.ops.te.rms_norm(x, weight, self.eps, False, zero_centered)[0]

@@ -42,4 +42,5 @@ class Linear(QuantizedModule):
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """inp [..., in_features] -> [..., out_features]. is_first_microbatch: as in te_dynamo.nn."""
+        self._check_input(inp, self.in_features)
         return self._linear(inp, self.weight, self.bias, "weight", is_first_microbatch)

@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import torch
 
-from te_dynamo.errors import InputError, UnsupportedError
+from te_dynamo.errors import InputError, InvalidOptionError, UnsupportedError
 from te_dynamo.fusion_registry import operation_fusions_digest
 from te_dynamo.operations.autograd import is_autocast_on, keep
 from te_dynamo.operations.checks import SPLIT
@@ -51,6 +51,8 @@ class Sequential(torch.nn.Module):
         dtype: Optional[torch.dtype] = None,
     ) -> None:
         super().__init__()
+        if not isinstance(fusions, bool):
+            raise InvalidOptionError(f"Sequential: fusions is True or False, got {fusions!r}")
         recipe = as_recipe(recipe)
         basic_ops = OperationFuser(ops, recipe=recipe).basic_ops
         self.sequence = OperationSequence(basic_ops, recipe, fusions)

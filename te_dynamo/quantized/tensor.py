@@ -156,6 +156,7 @@ class QuantizedTensor(torch.Tensor):
         return f"{sources_digest()} {parts!r}"
 
     @classmethod
+    @torch.compiler.disable  # else Dynamo compiles this where it has left the caller, in graphs of its own
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

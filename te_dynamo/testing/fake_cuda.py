@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from te_dynamo.inspect.dynamo import dynamo_untouched
-from te_dynamo.inspect.fake_cuda import checked_gpu, fake_cuda, grad, move
+from te_dynamo.inspect.fake_cuda import checked_gpu, fake_cuda, grad, moved
 from te_dynamo.inspect.graphs.capture import Captured, capture
 from te_dynamo.inspect.target import tensors_in
 from te_dynamo.kernels.runtime.target import Target
@@ -28,7 +28,7 @@ def capture_on_fake_cuda(
     """The graphs that `torch.compile(make_model(), backend=backend, **compile_kwargs)` makes on CUDA,
     without a GPU.
 
-    make_model:  builds the model, dtype included, on the CPU or on "meta"; moved to fake CUDA tensors here.
+    make_model:  builds the model, dtype included, on the CPU or on "meta"; its tensors are fake CUDA ones meanwhile.
     make_inputs: called with "cuda", returns the positional arguments; use torch.empty or torch.randn. Real sizes cost nothing
                  here, and linears of a few hundred rows would stay in 16 bits (docs/will-my-model-gain.md).
     backward:    also run backward from every output that requires grad, to every parameter and input that
@@ -41,8 +41,7 @@ def capture_on_fake_cuda(
     """
     model = make_model()
     gpu = checked_gpu(device) if isinstance(device, str) else device
-    with capture() as graphs, dynamo_untouched(), fake_cuda(gpu):
-        move(model)
+    with capture() as graphs, dynamo_untouched(), fake_cuda(gpu), moved(model, None):
         inputs = make_inputs("cuda")
         compiled = torch.compile(model, backend=backend, **compile_kwargs)
         with torch.set_grad_enabled(backward):

@@ -58,6 +58,9 @@ def test_a_pattern_that_no_linear_matches_is_no_promise_kept(explanation: Explan
         CoverageError, match=r"no linear's module path matches 'mpl'; .*linears: \(no module\), mlp.up,"
     ):
         explanation.assert_quantized("mpl")
+    for pattern, said in (("(", r"'\(' is not a regular expression"), (3, "takes a regular expression, got 3")):
+        with pytest.raises(InvalidOptionError, match=said):
+            explanation.assert_quantized(pattern)  # type: ignore[arg-type]
 
 
 def test_too_little_coverage(explanation: Explanation) -> None:

@@ -298,3 +298,12 @@ def test_dynamo_knows_torchs_grad_after_graphs_on_fake_cuda() -> None:
         torch._dynamo.reset()
         capture_on_fake_cuda(Gated, gated_inputs, backend=recording_backend)
         assert all(torch.autograd.grad in functions() for functions in learned)
+
+
+def test_a_model_that_was_there_keeps_its_tensors() -> None:
+    """A factory may give one: it was left with fake tensors on a device that is not there."""
+    model = torch.nn.Linear(64, 64)
+    before = list(model.parameters())
+    for _ in range(2):
+        capture_on_fake_cuda(lambda: model, lambda device: (torch.empty(32, 64, device=device),))
+    assert [parameter is held for parameter, held in zip(model.parameters(), before, strict=True)] == [True, True]

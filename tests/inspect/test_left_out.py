@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import te_dynamo
 from te_dynamo._compat import torch_version
@@ -44,6 +46,16 @@ class Disabled(nn.Linear):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
+
+
+class Around(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
 
 
 class Helped(nn.Module):
@@ -138,6 +150,36 @@ class TwoBreaks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break(msg="first")
         return helper(self.fc, x.sin())
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda m: torch.compile(m, backend="te", options=OPTIONS)])
+def test_a_wrapped_module_is_one_row_by_its_own_path(wrap: Any) -> None:
+    """Its rows in graphs have that path: under another one it was counted again, and left."""
+    torch._dynamo.reset()
+    model = nn.Sequential(wrap(nn.Sequential(nn.Linear(32, 32))), wrap(Disabled(32, 32)))
+    rows = explained(model, torch.randn(16, 32)).linears
+    assert [(row.module, row.matched) for row in rows] == [("0.0", True), ("1", False)]
+    assert rows[1].reason == REASONS[Disabled]["part"]
+    if wrap is checkpoint_wrapper:
+        with pytest.raises(CoverageError, match="and 1 ran in no graph"):
+            te_dynamo.compile(model, require_coverage=0.9, **OPTIONS)(torch.randn(16, 32))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_compiled_in_place_of_torchs_own_code_runs_as_it_is(whole: bool) -> None:
+    """torch compiles no forward of its own, so nothing of this model."""
+    torch._dynamo.reset()
+    part, x = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), torch.randn(16, 32)
+    model, plain = part if whole else Around(part), part(x)
+    part.compile(backend="te", options=OPTIONS)
+    assert torch.equal(model(x), plain)
+    found = explained(model, x)
+    reason = (
+        "module.compile() compiles no code of torch's own, as Sequential.forward is; torch.compile(module) compiles it"
+    )
+    assert found.coverage == 0 and [row.reason for row in found.linears] == [reason] * 2
+    with pytest.raises(InputError, match=f"no linear of the model is in a recipe: {re.escape(reason)}"):
+        te_dynamo.compare(model, x)
 
 
 def test_of_several_breaks_none_is_named() -> None:

@@ -249,3 +249,22 @@ def test_what_is_refused() -> None:
         te_nn.GroupedLinear(2, 32, 128, recipe=Float8BlockScaling(weight_block_dims=1, grad_block_dims=2))
     with pytest.raises(InputError, match=r"m_splits \[3, 4\] are not the 8 rows in 2 groups"):
         te_nn.GroupedLinear(2, 32, 32)(tokens(), [3, 4])
+    with pytest.raises(InputError, match=r"m_splits \[-1, 9\] are not the 8 rows in 2 groups"):
+        te_nn.GroupedLinear(2, 32, 32)(tokens(), [-1, 9])
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_an_input_of_another_width(normalization: str) -> None:
+    """A norm broadcast one of a single column."""
+    for module in (
+        te_nn.Linear(32, 32),
+        te_nn.LayerNormLinear(32, 32, normalization=normalization),
+        te_nn.LayerNormMLP(32, 32, normalization=normalization),
+    ):
+        for x, there in ((torch.ones(8, 1), r"\[8, 1\]"), (torch.ones(()), r"\[\]"), (None, "a NoneType")):
+            with pytest.raises(
+                InputError, match=rf"{type(module).__name__}: expected an input \[\.\.\., 32\], got {there}"
+            ):
+                module(x)
+    with pytest.raises(InputError, match=r"GroupedLinear: expected an input \[\.\.\., 32\], got \[8, 16\]"):
+        te_nn.GroupedLinear(2, 32, 32)(torch.ones(8, 16), [4, 4])

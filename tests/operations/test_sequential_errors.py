@@ -11,7 +11,18 @@ import torch
 import te_dynamo
 from te_dynamo import Sequential
 from te_dynamo.errors import InputError, InvalidOptionError, OperationError, UnsupportedError
-from te_dynamo.operations.basic import GELU, AddExtraInput, BasicLinear, Bias, Identity, LayerNorm, RMSNorm
+from te_dynamo.operations.basic import (
+    GELU,
+    AddExtraInput,
+    BasicLinear,
+    Bias,
+    Identity,
+    LayerNorm,
+    Quantize,
+    RMSNorm,
+    ScaledSReLU,
+    ScaledSwiGLU,
+)
 
 
 class WrongCount(Identity):
@@ -131,3 +142,25 @@ def test_a_torch_func_transform_is_an_error_that_says_so() -> None:
     for transformed in (torch.func.vmap, torch.func.grad):
         with pytest.raises(UnsupportedError, match=r"Sequential: inside a torch.func transform"):
             transformed(Sequential(GELU()))(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("shape", [(16, 1), (1,), (8,), (16, 32)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_scales_that_are_not_one_for_each_row(shape: tuple[int, ...], compiled: bool) -> None:
+    """They broadcast: [16, 1] made [16, 16, 16] of [16, 32]."""
+    torch._dynamo.reset()
+    for op in (ScaledSwiGLU(), ScaledSReLU()):
+        module = Sequential(op)
+        run = torch.compile(module, backend="eager") if compiled else module
+        with pytest.raises(
+            Exception, match=rf"{type(op).__name__}.*: expected a scale for each row, \[16\], got"
+        ) as found:
+            run(torch.ones(16, 32), torch.ones(shape))
+        assert compiled or found.type is InputError
+
+
+def test_settings_of_another_type() -> None:
+    with pytest.raises(TypeError, match="Quantize: expected a quantizer or None, got True"):
+        Quantize(True)
+    with pytest.raises(InvalidOptionError, match=r"fusions is True or False, got \['-linear'\]"):
+        Sequential(Bias(8), fusions=["-linear"])

@@ -12,7 +12,14 @@ import torch
 from helpers.oracles.quantizer_cases import CONFIGURATIONS, ONE_EACH, QUANTIZERS, key, name, same_bits
 from helpers.slow import slow_but
 
-from te_dynamo import Float8CurrentScalingQuantizer, NVFP4Quantizer, QuantizedTensor, Quantizer, to_tensor_proto
+from te_dynamo import (
+    Float8CurrentScalingQuantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    Quantizer,
+    explain,
+    to_tensor_proto,
+)
 from te_dynamo.errors import InputError, QuantizationError, UnsupportedError
 
 SHAPE = (4, 24, 48)
@@ -139,6 +146,8 @@ def test_usages() -> None:
 def test_another_format_does_not_read_it() -> None:
     with pytest.raises(QuantizationError, match=r"nvfp4\[row\+column\] cannot read e4m3\[row\+column\]"):
         NVFP4Quantizer().dequantize(quantized())
+    with pytest.raises(QuantizationError, match=r"nvfp4\[row\+column\] cannot read Tensor"):
+        NVFP4Quantizer().dequantize(torch.ones(16, 16))  # type: ignore[arg-type]
 
 
 def test_a_tensor_that_is_not_contiguous() -> None:
@@ -409,6 +418,24 @@ def test_gradients_of_a_quantized_parameter(backend: str) -> None:
     torch.compile(module, fullgraph=True, backend=backend)(x).sum().backward()
     for found, wanted in zip((x.grad, module.weight.grad, module.bias.grad), expected, strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+def test_dynamo_compiles_none_of_our_code_where_it_leaves_the_users() -> None:
+    """It did, in graphs of its own with breaks in them, which `explain` counted as the model's."""
+
+    class Skipped(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                torch._dynamo.graph_break()
+                return super().forward(x)
+            finally:
+                pass
+
+    model = Skipped(64, 64).requires_grad_(False)
+    model.weight = torch.nn.Parameter(CURRENT.quantize(model.weight), requires_grad=False)
+    explanation = explain(model, torch.randn(32, 64))
+    assert explanation.reports == []
+    assert [stop.source.partition(":")[0] for stop in explanation.graph_breaks] == ["test_quantized_tensor.py"]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -173,9 +173,10 @@ def test_what_is_no_dense_tensor(quantizer: Quantizer) -> None:
         quantizer.quantize([1.0])  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"expected a dense tensor, got torch.sparse_coo of shape \(16, 16\)"):
         quantizer.quantize(torch.eye(16).to_sparse())
-    nested = torch.nested.nested_tensor([torch.ones(2, 16), torch.ones(3, 16)], layout=torch.jagged)
-    with pytest.raises(InputError, match="expected a dense tensor, got a nested one"):
-        quantizer.quantize(nested)
+    for layout in (torch.jagged, torch.strided):  # the second has no sizes to be said
+        nested = torch.nested.nested_tensor([torch.ones(2, 16), torch.ones(3, 16)], layout=layout)
+        with pytest.raises(InputError, match="expected a dense tensor, got a nested one"):
+            quantizer.quantize(nested)
 
 
 @pytest.mark.parametrize("quantizer", ONE_EACH, ids=name)

@@ -24,6 +24,12 @@ class Quantize(SavesAll):
     forward: Optional[Quantizer] = None
     backward: Optional[Quantizer] = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for quantizer in (self.forward, self.backward):
+            if not (quantizer is None or isinstance(quantizer, Quantizer)):
+                raise TypeError(f"Quantize: expected a quantizer or None, got {quantizer!r}")
+
     def op_forward_compute(self, input: torch.Tensor, params: types.Params, **_: Any) -> types.Forward:
         return _rounded(input, self.forward), []
 

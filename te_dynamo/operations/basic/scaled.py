@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 import torch
 
+from te_dynamo.errors import InputError
 from te_dynamo.operations import types
 from te_dynamo.operations.basic.activation import Activation, SReLU
 from te_dynamo.operations.basic.gated import Gated, SwiGLU, half_of
@@ -32,6 +33,7 @@ class Scaled(FuserSavesAll, BasicOperation, abstract=True):
         self, input: torch.Tensor, params: Sequence[types.Params], extra_inputs: Sequence[types.Params], **_: Any
     ) -> types.FuserForward:
         ((scales,),) = extra_inputs
+        self._check_scales(input.shape, scales.shape)
         y = self.activation().forward(input.contiguous())
         scaled = y.to(torch.float32) * scales.to(torch.float32).unsqueeze(-1)
         return scaled.to(input.dtype), [()], [[input, scales]]
@@ -40,6 +42,7 @@ class Scaled(FuserSavesAll, BasicOperation, abstract=True):
         self, input: TensorProto, params: Sequence[types.Protos], extra_inputs: Sequence[types.Protos], **_: Any
     ) -> types.FuserFake:
         ((scales,),) = extra_inputs
+        self._check_scales(input.shape, scales.shape)
         shape = half_of(self, input.shape) if isinstance(self.activation(), Gated) else input.shape
         return TensorProto(shape, input.dtype, device=input.device), [()], [[input, scales]]
 
@@ -52,6 +55,12 @@ class Scaled(FuserSavesAll, BasicOperation, abstract=True):
         if ctxs[0].requires_grad.input:
             dx = self.activation().backward(self.activation_gradient(grad_output, scales), x.contiguous())
         return dx, [()], [(self.scales_gradient(ctxs[0], grad_output),)]
+
+    def _check_scales(self, input: tuple[int, ...], scales: tuple[int, ...]) -> None:
+        if tuple(scales) != tuple(input[:-1]):
+            raise InputError(
+                f"{self.describe()}: expected a scale for each row, {list(input[:-1])}, got {list(scales)}"
+            )
 
     def activation_gradient(self, grad_output: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """The gradient of f(x)."""

@@ -235,10 +235,8 @@ class Quantizer(metaclass=OpaqueMeta):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{type(self).__name__}.quantize: expected a tensor, got {type(tensor).__name__}")
         if tensor.layout != torch.strided or tensor.is_nested:
-            raise InputError(
-                f"{self.describe()}: expected a dense tensor, got {'a nested one' if tensor.is_nested else tensor.layout} "
-                f"of shape {tuple(tensor.shape)}"
-            )
+            there = "a nested one" if tensor.is_nested else f"{tensor.layout} of shape {tuple(tensor.shape)}"
+            raise InputError(f"{self.describe()}: expected a dense tensor, got {there}")
         shape = tuple(tensor.shape)
         self.check_shape(shape)
         buffers = quantize_tensor(tensor.detach().contiguous(), self, generator)
@@ -246,8 +244,11 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def dequantize(self, tensor: QuantizedTensor | QuantizedTensorStorage) -> torch.Tensor:
         """The values of a tensor of this format in its own dtype. Raises QuantizationError for another format."""
-        if tensor.quantizer.with_usage(True, True) != self.with_usage(True, True):
-            raise QuantizationError(f"{self.describe()} cannot read {tensor.quantizer.describe()}")
+        there = getattr(tensor, "quantizer", None)
+        if there is None or there.with_usage(True, True) != self.with_usage(True, True):
+            raise QuantizationError(
+                f"{self.describe()} cannot read {there.describe() if there else type(tensor).__name__}"
+            )
         return tensor.dequantize()
 
     def buffer_names(self) -> list[str]:

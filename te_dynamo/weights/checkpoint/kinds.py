@@ -45,7 +45,7 @@ NVFP4_RANGE = 448 * 6
 _E2M1 = (0, 48, 56, 60, 64, 68, 72, 76)
 """The magnitudes of e2m1, 0 0.5 1 1.5 2 3 4 6, as e4m3."""
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 
 
@@ -101,7 +101,7 @@ class Kind:
         for role, dtypes in (
             ("codes", (wanted["codes"].dtype,)),
             ("scale", self.scales),
-            ("tensor_scale", _FLOATS[:1]),
+            ("tensor_scale", FLOATS[:1]),
         ):
             if role in wanted and role not in parts:
                 raise CheckpointError(f"{names['codes']!r} has no {role.replace('_', ' ')}, which {self.name} needs")
@@ -179,9 +179,9 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("tensor", (0, 0), _FLOATS, Float8CurrentScalingQuantizer),
-        Kind("row", (1, 0), _FLOATS, Float8RowwiseQuantizer),
-        Kind("block", (128, 128), (*_FLOATS, *_E8M0), Float8BlockQuantizer),
+        Kind("tensor", (0, 0), FLOATS, Float8CurrentScalingQuantizer),
+        Kind("row", (1, 0), FLOATS, Float8RowwiseQuantizer),
+        Kind("block", (128, 128), (*FLOATS, *_E8M0), Float8BlockQuantizer),
         Kind("mxfp4", (1, 32), _E8M0, MXFP8Quantizer, packed=True),
         Kind("mxfp8", (1, 32), _E8M0, MXFP8Quantizer),
         Kind("nvfp4", (1, 16), (torch.float8_e4m3fn,), NVFP4Quantizer, packed=True),

@@ -52,6 +52,9 @@ def load_quantized(
     model = getattr(model, "_orig_mod", model)
     with of_its_form("the configuration"):
         config = dict(config.get("quantization_config", config))
+    for name, tensor in state_dict.items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{name!r} is a {type(tensor).__name__}, no tensor: leave it out")
     made = plan(model, config, {name: tensor.to("meta") for name, tensor in state_dict.items()}, state_dict)
     return _fill(model, made, state_dict, Record({"config.json": {"quantization_config": config}}, config), dtype)
 

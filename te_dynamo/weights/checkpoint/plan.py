@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from te_dynamo.errors import CheckpointError
 from te_dynamo.quantized.tensor import QuantizedTensor
+from te_dynamo.user_code import without_wrappers
 from te_dynamo.weights.checkpoint.files import of_its_form
 from te_dynamo.weights.checkpoint.form import Config, Form, Stored
 from te_dynamo.weights.checkpoint.forms import form_of
-from te_dynamo.weights.checkpoint.kinds import KINDS, check_scale
+from te_dynamo.weights.checkpoint.kinds import FLOATS, KINDS, check_scale
 from te_dynamo.weights.checkpoint.record import note_stored
 
 INITIALIZER = "_init_weights"
@@ -58,7 +59,7 @@ def places(model: nn.Module) -> Iterator[Place]:
         }
         for name, tensor in {**module._parameters, **kept}.items():
             if tensor is not None:
-                found.setdefault(id(tensor), Place(tensor, [])).owners.append((module, name, path))
+                found.setdefault(id(tensor), Place(tensor, [])).owners.append((module, name, without_wrappers(path)))
     yield from found.values()
 
 
@@ -91,11 +92,16 @@ def plan(
     for path in () if hasattr(model, INITIALIZER) else not_in_files(model):
         raise CheckpointError(f"buffers of {path!r} are on meta, and no file has them: make that module on a device")
     powers = {True}
-    for _, stored in made.stored:
+    for place, stored in made.stored:
         for role in set(stored.names) - {"codes"}:
             are_powers = check_scale(tensors[stored.names[role]], stored.names[role])
             powers |= {are_powers} if role == "scale" else set()
         for name in stored.beside() if stored.kind == "tensor" else ():
+            if place.tensor.dim() == 2 and (metas[name].numel() != 1 or metas[name].dtype not in FLOATS):
+                there = f"{metas[name].dtype} {list(metas[name].shape)}"
+                raise CheckpointError(
+                    f"{name!r} is {there}; a static scale of activations is one number in {FLOATS[0]}"
+                )
             check_scale(tensors[name], name)
     if powers == {True}:  # scale_fmt says so where a configuration has it
         made.stored = [(place, dataclasses.replace(stored, powers_of_two=True)) for place, stored in made.stored]

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_dynamo.dialect.quantize import INPUT_DTYPES
 from te_dynamo.errors import CheckpointError, InvalidOptionError
 from te_dynamo.options import UNSET, Options
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor import QuantizedTensor, from_storage
-from te_dynamo.recipe import Recipe
+from te_dynamo.recipe import Recipe, alignment_reason
 from te_dynamo.weights.cache import dequantized, kept_storage
 from te_dynamo.weights.checkpoint.files import NAMES, Written, write_files
 from te_dynamo.weights.checkpoint.form import Form, Stored
@@ -42,7 +43,8 @@ def save_checkpoint(
     form:   "fp8" (128x128 blocks, as DeepSeek's), "compressed-tensors" or "modelopt"; None writes what came from a file as it was: the same
             tensors, byte for byte.
     recipe, rules: those that the model is compiled with. A linear's weight gets the codes that its forward multiplies by; other tensors, tied
-            ones and linears without a recipe stay as they are. Without, "fp8" takes float8_block_scaling and others float8_current_scaling.
+            ones and linears without a recipe, or of sizes or a dtype that no GEMM of it takes, stay as they are. Without, "fp8" takes
+            float8_block_scaling and others float8_current_scaling.
     shard_bytes: the most bytes a file has.
 
     Raises CheckpointError for a folder that has a checkpoint already, a model that came from no file without `form`, a weight from a file that
@@ -162,7 +164,12 @@ def _weight(place: Place, form: Form, options: Options | None) -> _Weight:
         if options is not None and isinstance(module, nn.Linear) and name == "weight"
         else None
     )
-    if chosen is None or others:
+    if (
+        chosen is None
+        or others
+        or place.tensor.dtype not in INPUT_DTYPES
+        or alignment_reason(shape[0], shape[-1], chosen)
+    ):
         return _Weight(place)
     quantizer = chosen.weight_quantizer().with_usage(columnwise=False)
     stored = form.new(path, name, quantizer, shape)
@@ -179,7 +186,7 @@ def _configuration(weights: Sequence[_Weight], form: Form) -> dict[str, Any]:
     kinds = {path: each.stored.kind for each, path in linears if each.stored is not None}
     powers = {each.stored.powers_of_two for each, _ in linears if each.stored is not None}
     if not kinds:
-        raise CheckpointError("save_checkpoint: no linear of the model has a recipe")
+        raise CheckpointError("save_checkpoint: no linear of the model has a recipe that takes its sizes and dtype")
     return form.configuration(kinds, [path for each, path in linears if each.stored is None], powers == {True})
 
 

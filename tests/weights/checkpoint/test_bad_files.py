@@ -45,6 +45,9 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     "nan": ("ct row", first_is("mlp.0.weight_scale", float("nan")), f"'mlp.0.weight_scale': 1 of its {N} scales"),
     "nan of 8 bits": ("ct mxfp8", first_is("mlp.0.weight_scale", 255), "'mlp.0.weight_scale': 1 of its"),
     "a static scale of zero": ("modelopt", first_is("mlp.0.input_scale", 0), "'mlp.0.input_scale': 1 of its 1 scales are zero"),
+    "static scales of channels": ("modelopt", having(mlp__2__input_scale=torch.ones(3)), r"'mlp.2.input_scale' is torch.float32 \[3\]; a static scale of activations is one number"),
+    "an empty static scale": ("modelopt", having(mlp__2__input_scale=torch.ones(0)), r"'mlp.2.input_scale' is torch.float32 \[0\]; a static"),
+    "a static scale of bytes": ("modelopt", having(mlp__2__input_scale=torch.ones(1, dtype=torch.uint8)), r"'mlp.2.input_scale' is torch.uint8 \[1\]; a static"),
     "a scale of the tensor that is no number": ("modelopt nvfp4", having(mlp__0__weight_scale_2=torch.tensor(float("inf"))), "'mlp.0.weight_scale_2': 1 of its 1"),
     "blocks": ("fp8", having(mlp__0__weight_scale_inv=torch.ones(2, 2)), r"'mlp.0.weight_scale_inv' is \[2, 2\], and block of a weight \[384, 256\] has \[3, 2\]"),
     "two scales": ("modelopt", having(mlp__0__weight_scale=torch.ones(2)), r"'mlp.0.weight_scale' is \[2\], .* fused of several has to have one scale"),
@@ -252,3 +255,9 @@ def test_a_sharded_model() -> None:
         CheckpointError, match=r"'mlp.0.weight' is a Shard: load the file before the model is wrapped or sharded"
     ):
         te_dynamo.load_quantized(model, FILES["fp8"].tensors()[0], FILES["fp8"].config)
+
+
+def test_a_state_dict_with_what_is_no_tensor() -> None:
+    """As Transformer Engine's, whose modules have an `_extra_state`."""
+    with pytest.raises(CheckpointError, match=r"'mlp.0._extra_state' is a bytes, no tensor: leave it out"):
+        te_dynamo.load_quantized(net(), {**FILES["fp8"].tensors()[0], "mlp.0._extra_state": b""}, FILES["fp8"].config)  # type: ignore[dict-item]

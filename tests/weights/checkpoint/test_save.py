@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.weights.checkpoint_files import FILES, K, N, net, write
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import te_dynamo
 from te_dynamo.errors import CheckpointError, InvalidOptionError
@@ -42,6 +44,27 @@ def test_a_round_trip_is_byte_for_byte(name: str, tmp_path: Path) -> None:
     model = te_dynamo.load_checkpoint(net(), tmp_path / "file", dtype=torch.float32)
     te_dynamo.save_checkpoint(copy.deepcopy(model), tmp_path / "again")
     assert_same_files(tmp_path / "file", tmp_path / "again")
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile])
+def test_wrapped_parts_have_the_names_that_they_have_without(wrap: Any, tmp_path: Path) -> None:
+    """In the file, in its configuration and for rules, so that the file has the codes that the compiled model multiplies."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), nn.Linear(64, 64))
+
+    for name, part in ("plain", lambda m: m), ("wrapped", wrap):
+        made = model()
+        made[0] = part(made[0])
+        te_dynamo.save_checkpoint(made, tmp_path / name, form="modelopt", rules=[(r"^0\.1$", None)])
+    assert_same_files(tmp_path / "plain", tmp_path / "wrapped")
+    again = model()
+    again[0] = wrap(again[0])
+    te_dynamo.save_checkpoint(te_dynamo.load_checkpoint(again, tmp_path / "plain"), tmp_path / "again")
+    assert_same_files(tmp_path / "plain", tmp_path / "again")
+    stored = {row.module: row.stored for row in te_dynamo.explain(again, torch.randn(16, 64)).linears}
+    assert stored == {"0.0": "modelopt (tensor)", "0.1": "", "1": "modelopt (tensor)"}
 
 
 def test_a_buffer_that_was_not_in_the_file(tmp_path: Path) -> None:
@@ -102,6 +125,23 @@ def test_a_model_goes_out_with_the_codes_of_its_forward(form: str, recipe: objec
         assert torch.equal(torch.compile(loaded, backend="te", options={"codegen": "eager"})(X), expected)
     te_dynamo.save_checkpoint(loaded, tmp_path / "b")
     assert_same_files(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(("form", "recipe"), WRITTEN, ids=_name)
+def test_what_forward_leaves_for_its_sizes_or_dtype_stays(form: str, recipe: object, tmp_path: Path) -> None:
+    """A router's 8 columns, a score's one: they were codes in the file, and other numbers after it was loaded."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8), nn.Linear(8, 64), nn.Linear(64, 1))
+    model.add_module("fp64", nn.Linear(64, 64, dtype=torch.float64))
+    te_dynamo.save_checkpoint(model, tmp_path / "a", form, recipe=recipe)
+    loaded = te_dynamo.load_checkpoint(copy.deepcopy(model), tmp_path / "a")
+    held = {
+        path
+        for path, module in loaded.named_modules()
+        if isinstance(getattr(module, "weight", None), te_dynamo.QuantizedTensor)
+    }
+    assert held == {"0"}
+    for path in ("1", "2", "3", "fp64"):
+        assert torch.equal(loaded.get_parameter(f"{path}.weight"), model.get_parameter(f"{path}.weight"))
 
 
 @pytest.mark.parametrize(("form", "recipe"), WRITTEN, ids=_name)
