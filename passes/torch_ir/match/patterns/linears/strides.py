@@ -77,5 +77,5 @@ def _run(user: fx.Node, node: fx.Node, value: Any) -> Any:
     args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: value if n is node else n.meta["example_value"])
     mode = next(v.fake_mode for v in tree_leaves(value) if isinstance(v, FakeTensor))
     run = user.target if callable(user.target) else getattr(torch.Tensor, str(user.target))
-    with mode, torch.no_grad(), mode.shape_env.ignore_fresh_unbacked_symbols():
+    with mode, torch.no_grad(), mode.shape_env.ignore_fresh_unbacked_symbols():  # type: ignore[union-attr]
         return run(*args, **kwargs)
