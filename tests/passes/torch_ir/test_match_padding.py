@@ -146,6 +146,9 @@ VIEWS = {
     "augmented": lambda h: operator.iadd(h, 1).reshape(-1),
     "swapped": lambda h: h.transpose(0, 1).contiguous(),
     "strided": lambda h: h.as_strided((5, 3), (7, 2)),
+    "of a sum": lambda h: (h + 1).view(-1),
+    "of an activation, written": lambda h: (r := h.relu(), r.reshape(-1)[:9].mul_(7))[0],
+    "of what has its form": lambda h: torch.zeros_like(h).view(-1),
     "by a checkpoint": lambda h: checkpoint(lambda y: y.view(-1) * 2, h, use_reentrant=False),
 }
 
@@ -176,7 +179,9 @@ def test_views_of_a_product_are_those_of_its_own_strides(product: str, view: str
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("part", [lambda h: h, lambda h: h[1:]], ids=["whole", "part"])
+@pytest.mark.parametrize(
+    "part", [lambda h: h, lambda h: h[1:], lambda h: h.relu()], ids=["whole", "part", "of an activation"]
+)
 def test_behind_the_graph_dimensions_lie_in_the_order_that_eager_has(
     product: str, part: Callable[[Tensor], Tensor]
 ) -> None:

@@ -15,9 +15,6 @@ from te_dynamo.passes.torch_ir.match.mutation import is_written
 from te_dynamo.passes.torch_ir.match.values import emit_method, fixed, hint, name_of, tensor_of
 from te_dynamo.passes.torch_ir.match.writes import changes_form, is_known, written_by
 
-_MAY_COPY = {"reshape", "reshape_as", "flatten", "ravel", "contiguous"}
-"""Views of some strides, copies of others."""
-
 
 def readable(node: fx.Node, new: fx.Node) -> fx.Node:
     """`new`, to stand in the place of `node`, or a copy of it with the strides of `node`."""
@@ -32,30 +29,34 @@ def readable(node: fx.Node, new: fx.Node) -> fx.Node:
 
 def _can_be_read(node: fx.Node, value: Any) -> bool:
     """Whether those that read `node` do the same with `value`, which has other strides: its views can be made, and share its memory where
-    they did, or nobody writes there. Nobody knows that of a body and of a user's own operation. Behind the graph rows may be longer, but
-    dimensions lie in their order."""
+    they did, or nobody writes there. The same holds for readers of what takes over its strides, such as a sum. Nobody knows that of
+    a body and of a user's own operation. Behind the graph rows may be longer, but dimensions lie in their order."""
     for user in node.users:
         if user.op == "output":
             if is_body(user.graph) or _order(tensor_of(node)) != _order(value):
                 return False
             continue
-        if not _reads_any_strides(user) or (node in (written := written_by(user)) and changes_form(user)):
+        if not _reads_any_strides(user) or ((written := written_by(user)) and changes_form(user)):
             return False
-        shares = share(memory_of(user), memory_of(node))
-        if node in written:
-            result = value
-        elif shares or name_of(user) in _MAY_COPY:
+        result, shares = value, share(memory_of(user), memory_of(node))
+        if node not in written:
             try:
                 result = _run(user, node, value)
             except (RuntimeError, ValueError):
-                return False
+                if shares:
+                    return False
+                continue
             if share(storages_of(result), storages_of(value)) != shares and is_written(node, user):
                 return False
-        else:
-            continue
+            if not shares and _orders(result) == _orders(user.meta.get("example_value")):
+                continue
         if not _can_be_read(user, result):
             return False
     return True
+
+
+def _orders(result: Any) -> list[list[int]]:
+    return [_order(each) for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
 
 
 def _order(tensor: Any, least: int = 2) -> list[int]:
@@ -76,5 +77,5 @@ def _run(user: fx.Node, node: fx.Node, value: Any) -> Any:
     args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: value if n is node else n.meta["example_value"])
     mode = next(v.fake_mode for v in tree_leaves(value) if isinstance(v, FakeTensor))
     run = user.target if callable(user.target) else getattr(torch.Tensor, str(user.target))
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), mode.shape_env.ignore_fresh_unbacked_symbols():  # type: ignore[union-attr]
         return run(*args, **kwargs)
