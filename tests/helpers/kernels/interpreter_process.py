@@ -1,21 +1,52 @@
-"""A test file run as a program, in a process whose kernels run in Triton's interpreter."""
+"""A test file run as a program, in a process whose kernels run in Triton's interpreter.
+
+Run as a program, this file is the process from which those of the test files are forked.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 
 def run_in_interpreter(file: str, *arguments: str) -> None:
     """Runs `python file arguments...`. Triton reads TRITON_INTERPRET where it is imported, so a process that has kernels is too late."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", __name__, file, *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    server = _server()
+    assert server.stdin and server.stdout
+    with tempfile.NamedTemporaryFile("r", prefix="te_dynamo_interpreter_") as words:
+        server.stdin.write(json.dumps([words.name, file, *arguments]) + "\n")
+        server.stdin.flush()
+        assert server.stdout.readline() == "0\n", words.read()
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """One for all: what test files import takes longer than most of them. It ends with this process, as its input does."""
+    command, environment = [sys.executable, "-m", __name__], {**os.environ, "TRITON_INTERPRET": "1"}
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _serve() -> None:
+    """Answers each line, which names a file for its words, a test file and its arguments, by the exit code."""
+    import te_dynamo.kernels.gemm.multiply  # noqa: F401  what most of them import
+    import te_dynamo.kernels.produce.produce  # noqa: F401
+
+    make_quick()
+    for line in sys.stdin:
+        words, *sys.argv = json.loads(line)
+        if (child := os.fork()) == 0:
+            for stream in (1, 2):
+                os.dup2(os.open(words, os.O_WRONLY | os.O_APPEND), stream)
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            return
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 def make_quick() -> None:
@@ -44,6 +75,4 @@ def make_quick() -> None:
 
 
 if __name__ == "__main__":
-    make_quick()
-    sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    _serve()
