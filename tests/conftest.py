@@ -26,6 +26,8 @@ def pytest_configure() -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(_CACHE.name, "triton"))
     os.environ.pop("COLUMNS", None)  # a terminal's width decides what is printed
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # The compiler knows this processor: each process with a cache of its own would compile three programs, for seconds, to find that out.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     # Programs that tests start import the helpers too.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
     # What a CI machine has; more only makes the small tests slower.
