@@ -122,7 +122,8 @@ def as_stored(model: nn.Module) -> dict[str, Any]:
     left = [
         re.escape(path)
         for path, module in model.named_modules()
-        if any(
+        if not isinstance(module, nn.Embedding)  # which is read, and multiplies nothing
+        and any(
             p is not None and p.dim() > 1 and not isinstance(p, QuantizedTensor) for p in module._parameters.values()
         )
     ]

@@ -35,6 +35,12 @@ class Call(Value):
     @classmethod
     def of(cls, ops: Sequence[BasicOperation], flags: Sequence[bool], training: bool) -> Call:
         """flags: of the input, then of every parameter, then of every extra input, in the order of the operations."""
+        expected = 1 + sum(len(op.parameters()) + op.num_extra_inputs for op in ops)
+        if len(flags) != expected:
+            raise InputError(
+                f"{len(ops)} operations: expected {expected} values of requires_grad, of the input, of every parameter and of every "
+                f"extra input; got {len(flags)}"
+            )
         before, *rest = flags
         given = iter(rest)
         params = [tuple(next(given) for _ in op.parameters()) for op in ops]

@@ -47,6 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def test_what_has_no_product_has_no_rule() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    assert as_stored(model) == {"rules": [("^(?:1)$", None)]}
+    assert as_stored(model[:1]) == {}
+
+
 @pytest.mark.slow
 def test_each_bucket_is_compiled_once_and_the_cache_serves_all(folder: Path) -> None:
     """A prompt's tokens do not depend on what else is in its batch, and are those of the model without a compiler, padding or a static cache."""

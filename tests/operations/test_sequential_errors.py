@@ -164,3 +164,9 @@ def test_settings_of_another_type() -> None:
         Quantize(True)
     with pytest.raises(InvalidOptionError, match=r"fusions is True or False, got \['-linear'\]"):
         Sequential(Bias(8), fusions=["-linear"])
+
+
+def test_one_value_of_requires_grad_for_each_tensor() -> None:
+    sequence = te_dynamo.Sequential(te_dynamo.ops.LayerNorm(32), te_dynamo.ops.BasicLinear(32, 16)).sequence
+    with pytest.raises(InputError, match=r"2 operations: expected 4 values of requires_grad, .*; got 2"):
+        sequence.program([True, True], training=True)

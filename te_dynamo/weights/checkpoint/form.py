@@ -116,7 +116,7 @@ class Form:
         """A weight that no file has yet. Raises CheckpointError for a format that the form does not have."""
         kind, powers_of_two = kind_of(quantizer), getattr(quantizer, "power_of_two_scale", False)
         if kind not in self.writes:
-            known = ", ".join(self.writes) or "no format"
+            known = f"{', '.join(self.writes)}: recipe={self.recipe!r}" if self.writes else "no format"
             raise CheckpointError(
                 f"{path}.{parameter} is {quantizer.in_words()}; {self.method!r} is written with {known}"
             )

@@ -71,6 +71,9 @@ def save_checkpoint(
     beside = record.files
     if form is not None:
         beside = {"config.json": {**_config_of(model, record), "quantization_config": _configuration(weights, target)}}
+        generation: Any = getattr(model, "generation_config", None)
+        if hasattr(generation, "to_json_string"):
+            beside["generation_config.json"] = json.loads(generation.to_json_string())
     read = record if form is None else Record()
     tensors = _tensors(weights, target, read)
     folder.mkdir(parents=True, exist_ok=True)

@@ -78,6 +78,13 @@ def test_weights_are_the_files(form: str, recipe: str, tmp_path: Path) -> None:
     assert set(a) == set(b) and all(same_bytes(a[name], b[name]) for name in a)
 
 
+def test_which_tokens_end_a_text(tmp_path: Path) -> None:
+    model = llama()
+    model.generation_config.eos_token_id = [7, 9]
+    te_dynamo.save_checkpoint(model, tmp_path, "compressed-tensors")
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id == [7, 9]
+
+
 def test_a_headless_model(tmp_path: Path) -> None:
     """The names have another prefix, and the head no place."""
     te_dynamo.save_checkpoint(llama(), tmp_path, "modelopt", rules=[("lm_head", None)])

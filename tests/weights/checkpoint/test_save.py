@@ -312,7 +312,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused(net(), "quant_method 'awq' is not known", "awq")
     refused(
         net(),
-        r"mlp.0.weight is FP8 \(e4m3\) with a scale per tensor; 'fp8' is written with block",
+        r"mlp.0.weight is FP8 \(e4m3\) with a scale per tensor; 'fp8' is written with block: recipe='float8_block_scaling'",
         "fp8",
         recipe="float8_current_scaling",
     )
