@@ -35,7 +35,7 @@ def _server() -> subprocess.Popen[str]:
 
 def _serve() -> None:
     """Answers each line, which names a file for its words, a test file and its arguments, by the exit code."""
-    import te_dynamo.kernels.gemm.multiply  # noqa: F401  what most of them import
+    import te_dynamo.kernels.gemm.multiply  # what most of them import
     import te_dynamo.kernels.produce.produce  # noqa: F401
 
     make_quick()
