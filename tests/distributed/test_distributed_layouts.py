@@ -58,14 +58,8 @@ def assert_trains(
         assert after_two_steps == at_the_end, "compiled again"
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        name if name == "fsdp2 in fp8" else pytest.param(name, marks=pytest.mark.slow)
-        for name in layouts.LAYOUTS
-        if not name.startswith("alone")
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name in layouts.LAYOUTS if not name.startswith("alone")])
 def test_two_ranks(ranks: Ranks, expected: dict[Any, Any], layout: str) -> None:
     assert_trains(ranks, SIZE, layout, False, expected, layers=None if layout in ONE_GRAPH else 1)
 

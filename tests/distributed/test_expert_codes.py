@@ -44,6 +44,7 @@ def check_codes(results: list[list[dict[str, Any]]]) -> None:
     assert sent["all"] == 4 * sent["codes"] == 2 * sent["values"]
 
 
+@pytest.mark.slow
 def test_codes_travel_and_the_mixture_trains(ranks: Ranks) -> None:
     results = ranks.run(expert_code_bodies.steps, ALIKE)
     check_gradients(results), check_codes(results)

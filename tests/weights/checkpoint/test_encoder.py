@@ -23,9 +23,11 @@ FORMS = {
 CHAINS = lineage(12)
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return antiberty()
+def part(model: Any, recipe: str) -> Any:
+    """Two of its eight layers, which are alike, where every bit is compared; few neighbours of two change by wrong scales of NVFP4."""
+    if recipe != "nvfp4":
+        model.bert.encoder.layer = model.bert.encoder.layer[:2]
+    return model
 
 
 def embedded(model: Any, **options: Any) -> torch.Tensor:
@@ -34,16 +36,18 @@ def embedded(model: Any, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("recipe", FORMS)
-def test_a_loaded_encoder_is_the_one_that_ran(model: Any, recipe: str, tmp_path: Path) -> None:
+def test_a_loaded_encoder_is_the_one_that_ran(recipe: str, tmp_path: Path) -> None:
+    model = part(antiberty(), recipe)
     expected = embedded(model, recipe=recipe)
     for form in FORMS[recipe]:
         te_dynamo.save_checkpoint(model, tmp_path / form, form, recipe=recipe)
-        found = embedded(te_dynamo.load_checkpoint(untrained(), tmp_path / form))
+        found = embedded(te_dynamo.load_checkpoint(part(untrained(), recipe), tmp_path / form))
         assert torch.equal(found, expected) if recipe != "nvfp4" else kept(expected, found, 5) > 0.95, form
 
 
-def test_neighbours_are_kept_as_compare_says(model: Any, tmp_path: Path) -> None:
+def test_neighbours_are_kept_as_compare_says(tmp_path: Path) -> None:
     """Noise of the embeddings is in the order of its SNRs; FP8 keeps nearly all neighbours. benchmarks/encoder.py counts those of 100 chains."""
+    model = antiberty()
     with torch.no_grad():
         compared = te_dynamo.compare_recipes(
             model, input_ids=tokens_of(*CHAINS[:2]), recipes=["nvfp4", "float8_current_scaling"]
