@@ -101,6 +101,7 @@ def _fill(
                 # Of a state dict a copy: shared memory would be written through it, unseen by the parameter's version counter.
                 given = tensors[what]
                 _fill_plain(place, given.to(device_for(place), wanted, copy=not isinstance(tensors, Files)))
+        record.aside = {name: tensors[name].clone() for name in made.aside}
     note_record(model, record)
     return model
 

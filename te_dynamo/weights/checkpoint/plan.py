@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from te_dynamo.errors import CheckpointError
 from te_dynamo.quantized.tensor import QuantizedTensor
-from te_dynamo.user_code import without_wrappers
+from te_dynamo.user_code import modules_at, without_wrappers
 from te_dynamo.weights.checkpoint.files import of_its_form
 from te_dynamo.weights.checkpoint.form import Config, Form, Stored
 from te_dynamo.weights.checkpoint.forms import form_of
@@ -41,13 +42,19 @@ class Place:
         return name in module._parameters
 
 
+_OF_CACHE = re.compile(r"(.+)\.(?:[qkv]_scale|kv_scale|(?<=[kv]_proj\.)output_scale)")
+"""The names that vLLM reads, of compressed-tensors and Model Optimizer: in the attention, or in its projections."""
+
+
 @dataclasses.dataclass
 class Plan:
-    """What each place of a model gets from a file: one of its weights, or the tensor of that name."""
+    """What each place of a model gets from a file: one of its weights, or the tensor of that name. aside: scales of a KV cache, which has no place
+    in a model."""
 
     form: Form
     stored: list[tuple[Place, Stored]]
     plain: list[tuple[Place, str]]
+    aside: list[str] = dataclasses.field(default_factory=list)
 
 
 def places(model: nn.Module) -> Iterator[Place]:
@@ -88,6 +95,7 @@ def plan(
             made.stored.append((place, found[0]))
         else:
             made.plain += [(place, name) for name in found]  # type: ignore[misc]
+    made.aside = _scales_of_a_cache(model, config, metas)
     _check_all_used(made, metas, [] if partial else missing)
     for path in () if hasattr(model, INITIALIZER) else not_in_files(model):
         raise CheckpointError(f"buffers of {path!r} are on meta, and no file has them: make that module on a device")
@@ -106,6 +114,15 @@ def plan(
     if powers == {True}:  # scale_fmt says so where a configuration has it
         made.stored = [(place, dataclasses.replace(stored, powers_of_two=True)) for place, stored in made.stored]
     return made
+
+
+def _scales_of_a_cache(model: nn.Module, config: Config, names: Iterable[str]) -> list[str]:
+    """Where the configuration says that the cache is quantized."""
+    config = config.get("quantization", config)
+    if not (config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo")):
+        return []
+    modules = modules_at(model)
+    return [name for name in names if (found := _OF_CACHE.fullmatch(name)) and found[1] in modules]
 
 
 def not_in_files(model: nn.Module) -> dict[str, nn.Module]:
@@ -178,7 +195,7 @@ def _alike(names: list[Any], tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _check_all_used(made: Plan, metas: Mapping[str, Tensor], missing: list[str]) -> None:
-    used = {name for _, name in made.plain}
+    used = {*made.aside, *(name for _, name in made.plain)}
     for _, stored in made.stored:
         used |= {*stored.names.values(), *stored.kept}
     for names, what in (

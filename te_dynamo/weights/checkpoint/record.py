@@ -15,12 +15,14 @@ _STORED, _RECORD = "_te_stored", "_te_checkpoint"
 
 @dataclasses.dataclass
 class Record:
-    """files: name -> JSON beside the tensors. quantization: what they say of it. metadata: the tensors' own. dtypes: of the plain ones."""
+    """files: name -> JSON beside the tensors. quantization: what they say of it. metadata: the tensors' own. dtypes: of the plain ones.
+    aside: tensors that nothing here reads."""
 
     files: dict[str, Any] = dataclasses.field(default_factory=dict)
     quantization: dict[str, Any] = dataclasses.field(default_factory=dict)
     metadata: dict[str, str] = dataclasses.field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = dataclasses.field(default_factory=dict)
+    aside: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
 def note_stored(module: nn.Module, name: str, stored: Stored | None) -> None:

@@ -210,10 +210,9 @@ def _tensors(weights: Sequence[_Weight], form: Form, record: Record) -> dict[str
                 f"save_checkpoint: {name!r} is of two tensors in this form: rename the parameter, or name another"
             )
         tensors[name] = written
-    for stored in (weight.stored for weight in weights if weight.stored is not None):
-        for name in stored.beside():  # weights of one module share them
-            kept = stored.kept[name]
-            tensors.setdefault(name, (kept.to("meta"), functools.partial(torch.clone, kept)))
+    kept = [(name, w.stored.kept[name]) for w in weights if w.stored is not None for name in w.stored.beside()]
+    for name, tensor in (*kept, *record.aside.items()):  # weights of one module share what is beside them
+        tensors.setdefault(name, (tensor.to("meta"), functools.partial(torch.clone, tensor)))
     return tensors
 
 

@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import te_dynamo
 from te_dynamo.errors import CheckpointError, InvalidOptionError
+from te_dynamo.weights.checkpoint.files import Files
 
 X = torch.randn(32, K, generator=torch.manual_seed(2)).bfloat16()
 
@@ -44,6 +45,27 @@ def test_a_round_trip_is_byte_for_byte(name: str, tmp_path: Path) -> None:
     model = te_dynamo.load_checkpoint(net(), tmp_path / "file", dtype=torch.float32)
     te_dynamo.save_checkpoint(copy.deepcopy(model), tmp_path / "again")
     assert_same_files(tmp_path / "file", tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [("ct row", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}), ("modelopt", {"kv_cache_quant_algo": "FP8"})],
+)
+def test_scales_of_a_cache_are_kept(name: str, cache: dict[str, Any], tmp_path: Path) -> None:
+    """Of modules that the model has, where the configuration speaks of a cache."""
+    file = FILES[name]
+    tensors, config = file.tensors()[0], {**file.config, **cache}
+    tensors |= {"mlp.k_scale": torch.tensor(0.5), "mlp.0.v_scale": torch.tensor([0.25])}
+    with pytest.raises(CheckpointError, match=r"have no place in the model: 'mlp.0.v_scale', 'mlp.k_scale'"):
+        te_dynamo.load_quantized(net(), tensors, file.config)
+    with pytest.raises(CheckpointError, match=r"have no place in the model: 'attn.k_scale'"):
+        te_dynamo.load_quantized(net(), {**tensors, "attn.k_scale": torch.tensor(1.0)}, config)
+    model = te_dynamo.load_quantized(net(), tensors, config)
+    te_dynamo.save_checkpoint(copy.deepcopy(model), tmp_path)
+    again = Files(tmp_path)
+    assert set(again) == set(tensors) and all(
+        torch.equal(again[each], tensors[each]) for each in tensors if "_scale" in each
+    )
 
 
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile])
