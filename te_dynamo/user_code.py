@@ -61,7 +61,7 @@ def without_wrappers(path: str) -> str:
 
 
 def modules_at(model: Any) -> dict[str, list[nn.Module]]:
-    """Path -> the module there, behind those that wrap it; one that is shared at each of its paths. {} of a function."""
+    """Path -> the wrappers there, the outermost first, then the module; a shared module is at each of its paths. {} of a function."""
     found: dict[str, list[nn.Module]] = {}
     for path, module in model.named_modules(remove_duplicate=False) if isinstance(model, nn.Module) else ():
         found.setdefault(without_wrappers(path), []).append(module)

@@ -108,7 +108,7 @@ TARGETS = {
 """By the names that `te_dynamo.explain(device=...)` takes. Figures are those of NVIDIA's data sheets and architecture papers."""
 
 LAUNCH_US = 1.22
-"""Of an H200's time a launch takes, as `calibrate` finds it."""
+"""Microseconds of an H200 for one launch, as `calibrate` finds them."""
 
 _acting: Target | None = None  # of the process and not of a context: autograd compiles backward on a thread of its own
 

@@ -26,6 +26,7 @@ from te_dynamo.inspect.target import compiled_afresh, not_in_place, options_and_
 from te_dynamo.options import UNSET, Options, names_near_keywords
 from te_dynamo.recipe import Recipe, names
 from te_dynamo.report import coverage
+from te_dynamo.user_code import modules_at
 from te_dynamo.weights.frozen import is_dropped
 
 Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -238,8 +239,8 @@ class _Run:
             return
         reasons = Counter(record.reason for record in self.graphs.records(0) if record.reason).most_common(3)
         listed = "; ".join(f"{times} x {reason}" for reason, times in reasons)
-        linears = linears_of(self.target)
-        in_none = dict.fromkeys(why_in_no_graph(self.target, path, self.seen) for path in linears or [""])
+        linears, modules = linears_of(self.target), modules_at(self.target)
+        in_none = dict.fromkeys(why_in_no_graph(self.target, path, self.seen, modules) for path in linears or [""])
         why = "; ".join(filter(None, in_none)) or "there is none in the graphs that Dynamo makes of it"
         raise InputError(
             "te_dynamo.compare: no linear of the model is in a recipe: "

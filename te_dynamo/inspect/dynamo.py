@@ -66,12 +66,19 @@ _lock = threading.RLock()
 
 
 def one_at_a_time(function: Function) -> Function:
-    """`function`, for which other threads wait: it changes tables of torch's that all threads have."""
+    """`function`, for which other threads wait: it changes tables of torch's that all threads have. UnsupportedError where a backend calls it
+    beside another thread's, which may wait for that compilation."""
 
     @functools.wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
-        with _lock:
+        if not _lock.acquire(blocking=traced_code() is None):
+            raise UnsupportedError(
+                "te_dynamo: explain, compare or capture_on_fake_cuda runs in another thread: call it outside of a compilation, where it can wait"
+            )
+        try:
             return function(*args, **kwargs)
+        finally:
+            _lock.release()
 
     return alone  # type: ignore[return-value]
 

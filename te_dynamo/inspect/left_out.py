@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -37,18 +37,19 @@ def rows_left_out(
         return
     if not isinstance(target, nn.Module):
         flops = 0 if found is None else found.by_weight.total() - sum(row.flops for row in rows)
-        reason = why_in_no_graph(target, "", seen)
+        reason = why_in_no_graph(target, "", seen, {})
         if reason or (flops > 0 and seen.breaks):
             reason = reason or _between_graphs(seen)
             yield MatchRecord("linear", matched=False, reason=reason, flops=flops)
         return
-    modules = {path: stack[-1] for path, stack in modules_at(target).items()}
+    stacks = modules_at(target)
+    modules = {path: stack[-1] for path, stack in stacks.items()}
     known = {id(modules[row.owner]) for row in rows if row.owner in modules}
     counted = dict.fromkeys(linears_of(target), 0) if found is None else found.by_weight
     for path, flops in counted.items():
         if id(modules.get(path)) in known or any(row.module.startswith(f"{path}." if path else "") for row in rows):
             continue
-        reason = why_in_no_graph(target, path, seen)
+        reason = why_in_no_graph(target, path, seen, stacks)
         twins = {at: row for row in rows if (at := f"{path}.{row.parameter}".strip(".")) in row.shared}
         if twins:
             for at, twin in twins.items():
@@ -76,12 +77,12 @@ def _runs_in_onednn(module: nn.Module) -> bool:
     return torch.backends.mkldnn.is_available() and all(p.device.type == "cpu" for p in module.parameters())
 
 
-def why_in_no_graph(target: Any, path: str, seen: Seen) -> str:
+def why_in_no_graph(target: Any, path: str, seen: Seen, modules: Mapping[str, list[nn.Module]]) -> str:
     """Why the code of the module at `path`, or code around it, is in no graph; "" where nothing says so.
 
-    seen: what Dynamo did in a run of `target`, a module or a function.
+    seen: what Dynamo did in a run of `target`, a module or a function. modules: `modules_at(target)`.
     """
-    module = modules_at(target)[path][-1] if isinstance(target, nn.Module) else None
+    module = modules[path][-1] if isinstance(target, nn.Module) else None
     if isinstance(module, nn.RNNBase):
         if isinstance(module, nn.LSTM) and torch.is_grad_enabled() and _runs_in_onednn(module):
             return (
@@ -92,7 +93,7 @@ def why_in_no_graph(target: Any, path: str, seen: Seen) -> str:
             f"Dynamo leaves nn.{type(module).__name__} as it is; with torch._dynamo.config.allow_rnn = True Inductor compiles it, "
             "in the model's precision"
         )
-    for name, function in _around(target, path):
+    for name, function in _around(target, path, modules):
         if getattr(function, "_torchdynamo_disable", False):
             return f"Dynamo left the code that runs it as it is: {name} is disabled for the compiler (torch.compiler.disable)"
         for code in _codes_of(function):
@@ -122,12 +123,12 @@ def _skips(name: str, stop: GraphBreak) -> str:
     return f"Dynamo skips all of {name}: {stop.reason}"
 
 
-def _around(target: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _around(target: Any, path: str, modules: Mapping[str, list[nn.Module]]) -> Iterator[tuple[str, Any]]:
     """(its name, the function) of the module at `path` and of each module around it, from the inside out."""
     if not isinstance(target, nn.Module):
         yield getattr(target, "__name__", type(target).__name__), target
         return
-    parts, modules = path.split(".") if path else [], modules_at(target)
+    parts = path.split(".") if path else []
     for end in range(len(parts), -1, -1):
         for module in reversed(modules[".".join(parts[:end])]):
             yield f"{type(module).__name__}.forward", module.forward
@@ -140,7 +141,7 @@ def _around(target: Any, path: str) -> Iterator[tuple[str, Any]]:
 def begins_in(target: nn.Module, code: CodeType) -> bool:
     """Whether code that Dynamo compiles is where a call of `target` begins, or torch's own way there."""
     torchs = code.co_filename.startswith(os.path.dirname(torch.__file__))
-    return torchs or any(code in _codes_of(function) for _, function in _around(target, ""))
+    return torchs or any(code in _codes_of(function) for _, function in _around(target, "", {"": [target]}))
 
 
 def _codes_of(function: Any) -> Iterator[CodeType]:

@@ -110,7 +110,7 @@ def _what_is_wrong(target: Any, least: float, known: _Known, given_up: Sequence[
     stopped = any(message.startswith("Dynamo recompile limit exceeded") for message in given_up)
     if not too_few and not stopped and not (ran_none and not isinstance(target, nn.Module)):
         return ""
-    reasons = dict.fromkeys(why_in_no_graph(target, path, Seen()) for path in left or [""])
+    reasons = dict.fromkeys(why_in_no_graph(target, path, Seen(), modules) for path in left or [""])
     reasons |= dict.fromkeys(map(cause_of, given_up))
     why = [f"    {reason}" for reason in reasons if reason] or [
         "    Dynamo compiles nothing of it: is it turned off (TORCH_COMPILE_DISABLE=1)?"

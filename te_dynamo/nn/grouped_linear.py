@@ -60,7 +60,7 @@ class GroupedLinear(QuantizedModule):
         The weights are put into one tensor in each call. Raises InputError for splits that are not inp's rows.
         """
         self._check_input(inp, self.in_features)
-        if len(m_splits) != self.num_gemms or sum(m_splits) != inp.shape[0] or min(m_splits) < 0:
+        if len(m_splits) != self.num_gemms or sum(m_splits) != inp.shape[0] or min(m_splits, default=0) < 0:
             raise InputError(
                 f"te_dynamo.nn.GroupedLinear: m_splits {list(m_splits)} are not the {inp.shape[0]} rows in {self.num_gemms} groups"
             )

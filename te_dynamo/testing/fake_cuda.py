@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from te_dynamo.inspect.dynamo import dynamo_untouched
+from te_dynamo.inspect.dynamo import dynamo_untouched, one_at_a_time
 from te_dynamo.inspect.fake_cuda import checked_gpu, fake_cuda, grad, moved
 from te_dynamo.inspect.graphs.capture import Captured, capture
 from te_dynamo.inspect.target import tensors_in
@@ -17,6 +17,7 @@ from te_dynamo.kernels.runtime.target import Target
 __all__ = ["capture_on_fake_cuda", "fake_cuda"]
 
 
+@one_at_a_time
 def capture_on_fake_cuda(
     make_model: Callable[[], nn.Module],
     make_inputs: Callable[[str], tuple[Any, ...]],
@@ -37,7 +38,7 @@ def capture_on_fake_cuda(
 
     No kernel runs and no value is computed. On a CPU-only build of torch, aten ops whose CUDA kernel only the
     CUDA build has (silu_backward, _fused_rms_norm, flash attention) show up decomposed; te operations are the same everywhere.
-    Not for several threads at once: torch.autograd.grad is replaced meanwhile. What was compiled before, and with which sizes, does not show.
+    Other threads wait, and call no torch.autograd.grad: it is replaced meanwhile. What was compiled before, and with which sizes, does not show.
     """
     model = make_model()
     gpu = checked_gpu(device) if isinstance(device, str) else device

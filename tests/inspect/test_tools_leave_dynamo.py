@@ -6,6 +6,7 @@ import ast
 import concurrent.futures
 import copy
 import random
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch._dynamo.utils import counters, graph_break_reasons
 
 import te_dynamo
 from te_dynamo.errors import InputError
+from te_dynamo.inspect.dynamo import one_at_a_time
 from te_dynamo.testing import capture_on_fake_cuda
 
 OPTIONS = {"codegen": "eager"}
@@ -112,6 +114,7 @@ def test_whatever_compiles_a_model_does_so_in_the_one_isolation() -> None:
     compiling.remove("inspect/target.py")  # where compiled_afresh is
     assert compiling >= ALL_THE_USERS | {"inspect/explain.py", "accuracy/compare.py"}
     assert [path for path in compiling - ALL_THE_USERS if "dynamo_untouched" not in called[path]] == []
+    assert [path for path in compiling - ALL_THE_USERS if "@one_at_a_time" not in (PACKAGE / path).read_text()] == []
 
 
 @pytest.mark.one_fast_case
@@ -155,3 +158,28 @@ def test_threads_wait_for_each_other() -> None:
         asked = [pool.submit(ask, model, x) for ask in (te_dynamo.explain, te_dynamo.compare, te_dynamo.explain)]
     first, compared, second = (each.result() for each in asked)
     assert first.coverage == second.coverage == 1 and len(compared.rows) == 1
+
+
+def test_a_compilation_does_not_wait_for_another_threads_explain() -> None:
+    """That one may wait for the compilation, which holds a lock of torch's."""
+    inside, done = threading.Event(), threading.Event()
+
+    @one_at_a_time
+    def explains() -> None:
+        inside.set()
+        done.wait(60)
+
+    def backend(gm: Any, example_inputs: Any) -> Any:
+        return te_dynamo.explain(nn.Linear(32, 32), torch.randn(16, 32))
+
+    thread = threading.Thread(target=explains)
+    thread.start()
+    assert inside.wait(60)
+    try:
+        with pytest.raises(
+            torch._dynamo.exc.BackendCompilerFailed, match="runs in another thread: call it outside of a compilation"
+        ):
+            torch.compile(nn.Linear(32, 32), backend=backend)(torch.randn(16, 32))
+    finally:
+        done.set()
+        thread.join()

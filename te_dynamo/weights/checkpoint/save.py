@@ -18,7 +18,7 @@ from te_dynamo.errors import CheckpointError, InvalidOptionError
 from te_dynamo.options import UNSET, Options
 from te_dynamo.quantized.quantizers import Quantizer
 from te_dynamo.quantized.tensor import QuantizedTensor, from_storage
-from te_dynamo.recipe import Recipe, alignment_reason
+from te_dynamo.recipe import Recipe
 from te_dynamo.weights.cache import dequantized, kept_storage
 from te_dynamo.weights.checkpoint.files import NAMES, Written, write_files
 from te_dynamo.weights.checkpoint.form import Form, Stored
@@ -43,7 +43,7 @@ def save_checkpoint(
     form:   "fp8" (128x128 blocks, as DeepSeek's), "compressed-tensors" or "modelopt"; None writes what came from a file as it was: the same
             tensors, byte for byte.
     recipe, rules: those that the model is compiled with. A linear's weight gets the codes that its forward multiplies by; other tensors, tied
-            ones and linears without a recipe, or of sizes or a dtype that no GEMM of it takes, stay as they are. Without, "fp8" takes
+            ones and linears without a recipe, or of a dtype or sizes that its GEMMs do not take as they are, stay plain. Without, "fp8" takes
             float8_block_scaling and others float8_current_scaling.
     shard_bytes: the most bytes a file has.
 
@@ -171,7 +171,7 @@ def _weight(place: Place, form: Form, options: Options | None) -> _Weight:
         chosen is None
         or others
         or place.tensor.dtype not in INPUT_DTYPES
-        or alignment_reason(shape[0], shape[-1], chosen)
+        or any(size == 0 or size % chosen.alignment for size in shape)
     ):
         return _Weight(place)
     quantizer = chosen.weight_quantizer().with_usage(columnwise=False)

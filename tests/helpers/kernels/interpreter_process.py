@@ -5,7 +5,6 @@ Run as a program, this file is the process from which those of the test files ar
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import runpy
@@ -17,24 +16,28 @@ from typing import Any
 
 
 def run_in_interpreter(file: str, *arguments: str) -> None:
-    """Runs `python file arguments...`. Triton reads TRITON_INTERPRET where it is imported, so a process that has kernels is too late."""
-    server = _server()
-    assert server.stdin and server.stdout
+    """Runs `python file arguments...`. Triton reads TRITON_INTERPRET where it is imported, so a process that has kernels is too late.
+
+    The environment and the folder are those of the first call.
+    """
+    global _server
+    if _server is None or _server.poll() is not None:
+        command, environment = [sys.executable, "-m", __name__], {**os.environ, "TRITON_INTERPRET": "1"}
+        _server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert _server.stdin and _server.stdout
     with tempfile.NamedTemporaryFile("r", prefix="te_dynamo_interpreter_") as words:
-        server.stdin.write(json.dumps([words.name, file, *arguments]) + "\n")
-        server.stdin.flush()
-        assert server.stdout.readline() == "0\n", words.read()
+        _server.stdin.write(json.dumps([words.name, file, *arguments]) + "\n")
+        _server.stdin.flush()
+        answer = _server.stdout.readline()
+        assert answer == f"{words.name} 0\n", f"{file} {arguments}: {answer or 'its process ended'}\n{words.read()}"
 
 
-@functools.cache
-def _server() -> subprocess.Popen[str]:
-    """One for all: what test files import takes longer than most of them. It ends with this process, as its input does."""
-    command, environment = [sys.executable, "-m", __name__], {**os.environ, "TRITON_INTERPRET": "1"}
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+_server: subprocess.Popen[str] | None = None
+"""One for all: what test files import takes longer than most of them. It ends with this process, as its input does."""
 
 
 def _serve() -> None:
-    """Answers each line, which names a file for its words, a test file and its arguments, by the exit code."""
+    """Answers each line, which names a file for its words, a test file and its arguments, by the first and the exit code."""
     import te_dynamo.kernels.gemm.multiply  # what most of them import
     import te_dynamo.kernels.produce.produce  # noqa: F401
 
@@ -46,7 +49,7 @@ def _serve() -> None:
                 os.dup2(os.open(words, os.O_WRONLY | os.O_APPEND), stream)
             runpy.run_path(sys.argv[0], run_name="__main__")
             return
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        print(words, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 def make_quick() -> None:

@@ -151,8 +151,9 @@ def test_a_model_goes_out_with_the_codes_of_its_forward(form: str, recipe: objec
 
 @pytest.mark.parametrize(("form", "recipe"), WRITTEN, ids=_name)
 def test_what_forward_leaves_for_its_sizes_or_dtype_stays(form: str, recipe: object, tmp_path: Path) -> None:
-    """A router's 8 columns, a score's one: they were codes in the file, and other numbers after it was loaded."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8), nn.Linear(8, 64), nn.Linear(64, 1))
+    """A router's 8 columns, a score's one, what is padded to a multiple: nothing multiplies by such codes of a file."""
+    sizes = ((64, 64), (64, 8), (8, 64), (64, 1), (64, 250))
+    model = nn.Sequential(*(nn.Linear(*size) for size in sizes))
     model.add_module("fp64", nn.Linear(64, 64, dtype=torch.float64))
     te_dynamo.save_checkpoint(model, tmp_path / "a", form, recipe=recipe)
     loaded = te_dynamo.load_checkpoint(copy.deepcopy(model), tmp_path / "a")
@@ -162,7 +163,7 @@ def test_what_forward_leaves_for_its_sizes_or_dtype_stays(form: str, recipe: obj
         if isinstance(getattr(module, "weight", None), te_dynamo.QuantizedTensor)
     }
     assert held == {"0"}
-    for path in ("1", "2", "3", "fp64"):
+    for path in ("1", "2", "3", "4", "fp64"):
         assert torch.equal(loaded.get_parameter(f"{path}.weight"), model.get_parameter(f"{path}.weight"))
 
 
