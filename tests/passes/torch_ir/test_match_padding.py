@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import te_dynamo
-from te_dynamo.recipe import padding
+from te_dynamo.passes.torch_ir.match.patterns.linears.padding import padding
 
 EAGER = {"codegen": "eager"}
 

@@ -37,7 +37,13 @@ from te_dynamo.passes.torch_ir.match.patterns.linears.linear import (
     linear_record,
     named_by_rule,
 )
-from te_dynamo.passes.torch_ir.match.patterns.linears.padding import columns_of, padded, padded_rows
+from te_dynamo.passes.torch_ir.match.patterns.linears.padding import (
+    alignment_reason,
+    columns_of,
+    padded,
+    padded_rows,
+    padding,
+)
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import (
     Sizes,
     contraction_by_weight,
@@ -65,7 +71,7 @@ from te_dynamo.passes.torch_ir.match.values import (
     tensor_of,
 )
 from te_dynamo.rates import rates_of
-from te_dynamo.recipe import Recipe, alignment_reason, padding
+from te_dynamo.recipe import Recipe
 from te_dynamo.report import RECORD, MatchRecord
 
 _GROUPED = {F.grouped_mm, torch._grouped_mm, torch.ops.aten._grouped_mm.default}

@@ -34,7 +34,13 @@ from te_dynamo.passes.torch_ir.match.cost import (
 from te_dynamo.passes.torch_ir.match.mutation import reads_through
 from te_dynamo.passes.torch_ir.match.patterns.linears.contractions import emit_contraction
 from te_dynamo.passes.torch_ir.match.patterns.linears.fp32 import kept_in_fp32
-from te_dynamo.passes.torch_ir.match.patterns.linears.padding import columns_of, padded, padded_rows
+from te_dynamo.passes.torch_ir.match.patterns.linears.padding import (
+    alignment_reason,
+    columns_of,
+    padded,
+    padded_rows,
+    padding,
+)
 from te_dynamo.passes.torch_ir.match.patterns.linears.products import Product, Sizes, product_of, transpositions
 from te_dynamo.passes.torch_ir.match.patterns.linears.shards import is_shared, layout_of, local, to_shards
 from te_dynamo.passes.torch_ir.match.patterns.linears.stored import (
@@ -66,7 +72,7 @@ from te_dynamo.passes.torch_ir.match.values import (
 from te_dynamo.passes.torch_ir.match.where import emulated_on, linear_path, source_line
 from te_dynamo.quantized.tensor import QuantizedTensor
 from te_dynamo.rates import rates_of
-from te_dynamo.recipe import Recipe, alignment_reason, padding
+from te_dynamo.recipe import Recipe
 from te_dynamo.report import RECORD, MatchRecord
 
 RecipeFor = Callable[[str, str], tuple[Recipe | None, str]]

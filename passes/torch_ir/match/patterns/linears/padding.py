@@ -18,6 +18,30 @@ from torch import fx
 
 from te_dynamo.passes.torch_ir.match.patterns.linears.strides import readable
 from te_dynamo.passes.torch_ir.match.values import emit, emit_method, tensor_of
+from te_dynamo.recipe import Recipe
+
+MOST_WASTE = 1 / 16
+"""Of the product. A router of 8 columns would be half zeros; it is better off in the user's precision."""
+
+
+def padding(n: int, alignment: int) -> int:
+    """P, what is missing of N or K; 0 where they would waste more than MOST_WASTE."""
+    missing = -n % alignment
+    return missing if missing <= n * MOST_WASTE else 0
+
+
+def alignment_reason(n: int, k: int, recipe: Recipe) -> str:
+    """Why a linear of such a weight is in no recipe, "" where N and K are multiples or are padded to them."""
+    for name, size in (("N", n), ("K", k)):
+        if not size:
+            return f"N = {n}, K = {k}: its weight is empty"
+        if (size + padding(size, recipe.alignment)) % recipe.alignment:
+            missing = -size % recipe.alignment
+            return (
+                f"N = {n}, K = {k}: {recipe.gemms} need N and K to be multiples of {recipe.alignment}; padding {name} to {size + missing} "
+                f"would add {missing / size:.0%}, more than 1/16"
+            )
+    return ""
 
 
 def padded(tensor: fx.Node, missing: int, dim: int, like: fx.Node) -> fx.Node:
